@@ -1,0 +1,56 @@
+# Every task has a name; `make` alone lists them.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+# One BLAS thread per test process: two workers on two cores, not four threads fighting for them.
+PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test test-fast test-wheel parity lint fmt type bench check clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## create .venv and install both packages with their tools, at the versions of constraints.txt
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit("dsacp needs Python >= 3.11; %s is %d.%d. Try: make PYTHON=python3.11" % (sys.executable, *v))'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+test: setup ## everything that needs no device: laws, oracles, transformers, doctests (minutes on 2 cores)
+	$(PYTEST)
+
+test-fast: setup ## the same with few examples and without the slow ones (under a minute)
+	$(PYTEST) --hypothesis-profile=dev -m 'not slow'
+
+test-wheel: setup ## build the wheel, install it elsewhere, run the tests against it from outside the checkout
+	rm -rf build/wheel && mkdir -p build/wheel
+	$(BIN)/python -m build --wheel --outdir build/wheel . > build/wheel/build.log
+	$(PYTHON) -m venv --system-site-packages build/wheel/venv
+	tests/wheel.sh
+
+parity: setup ## the main job: one device against ranks and against transformers, as a table
+	$(BIN)/python -m dsacp_npu parity
+
+lint: setup ## ruff
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+fmt: setup ## format and fix
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+type: setup ## mypy, strict on dsacp_ref
+	$(BIN)/mypy
+
+bench: setup ## print the benchmark tables; writes nothing
+	$(BIN)/python -m dsacp_npu bench
+
+check: lint type test ## what CI runs
+
+clean: ## remove the environment, caches and build products
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
