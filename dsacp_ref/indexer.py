@@ -1,0 +1,426 @@
+"""Lightning indexer: which compressed entries a query attends to.
+
+Score of entry w for a query: the sum over index heads of ``weight * relu(q . k_w)``, weights signed. Selection, among
+the n entries the query may see: exactly ``min(index_topk, n)`` distinct ones, by score descending, then index
+ascending; NaN counts as -inf; places left over hold -1::
+
+    index_topk 3, n 4      scores  0.5 nan 2.0 0.5 (9.9)      entry 4 is not visible yet
+                           chosen  2 0 3
+
+Queries and keys pass through a Hadamard rotation. It changes no exact score; it is there for the quantiser.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsacp_ref.compressor import CompressorState, CompressorWeights, compress
+from dsacp_ref.extents import FLOATS, Float, check_extents, query_positions
+from dsacp_ref.paging import block_table_rows, gathered_rows, scattered_rows, slot_mapping
+from dsacp_ref.partition import Int32
+from dsacp_ref.rope import apply_rope
+from dsacp_ref.spec import INT32_MAX, check_array, check_int, contract_error
+from dsacp_ref.visibility import visible_entries
+
+__all__ = [
+    "IndexSelection",
+    "IndexerWeights",
+    "hadamard",
+    "index_head_weights",
+    "index_queries",
+    "index_scores",
+    "lightning_indexer",
+    "select_qli",
+    "selected_entries",
+]
+
+QUERY_BLOCK = 32  # queries scored at a time
+KEY_BLOCK = 1024  # keys scored at a time: all heads of one block of both fit the cache
+
+
+class IndexerWeights(NamedTuple):
+    """The indexer of one layer.
+
+    Fields:
+        wq_b: float[index_n_heads * index_head_dim, q_lora_rank].
+        weights_proj: float[index_n_heads, hidden].
+        compressor: CompressorWeights with d = index_head_dim.
+
+    >>> IndexerWeights._fields
+    ('wq_b', 'weights_proj', 'compressor')
+    """
+
+    wq_b: Float
+    weights_proj: Float
+    compressor: CompressorWeights
+
+
+class IndexSelection(NamedTuple):
+    """One step of the indexer: what the queries chose, and the key side carried on.
+
+    Fields:
+        topk_indices: int32[num_queries, index_topk].
+        index_cache: float[num_blocks, block_size, index_head_dim].
+        state: CompressorState of the indexer's own compressor.
+
+    >>> IndexSelection._fields
+    ('topk_indices', 'index_cache', 'state')
+    """
+
+    topk_indices: Int32
+    index_cache: Float
+    state: CompressorState
+
+
+def hadamard(x: Float) -> Float:
+    """The vectors times the Sylvester-ordered Hadamard matrix over the root of its size: orthonormal, its own inverse.
+
+    ::
+
+        H(1) = [1]     H(2n) = [ H(n)  H(n) ]
+                               [ H(n) -H(n) ]
+
+    Args:
+        x: float32 or float64 [..., d], d a power of two.
+
+    Returns:
+        dtype of ``x``, same shape.
+
+    Raises:
+        ContractError: dtype, or a width that is no power of two.
+
+    Source: DeepSeek-V4 inference model, rotate_activation.
+
+    >>> hadamard(np.array([1.0, 0.0, 0.0, 0.0])).tolist()
+    [0.5, 0.5, 0.5, 0.5]
+    """
+    d = x.shape[-1] if getattr(x, "shape", ()) else 0
+    if d < 1 or d & (d - 1):
+        raise contract_error("x", "have a power of two as its last size", d, "the Sylvester matrix has no other sizes")
+    check_array("x", x, FLOATS, x.shape)
+    out = x
+    span = 1
+    while span < d:
+        pairs = out.reshape(*x.shape[:-1], d // (2 * span), 2, span)
+        low, high = pairs[..., 0, :], pairs[..., 1, :]
+        out = np.stack([low + high, low - high], axis=-2).reshape(x.shape)
+        span *= 2
+    rotated: Float = out * x.dtype.type(1 / math.sqrt(d))
+    return rotated
+
+
+def index_queries(qr: Float, wq_b: Float, cos: Float, sin: Float, *, index_head_dim: int) -> Float:
+    """The index queries: projected from the query latent, turned, rotated.
+
+    Args:
+        qr: float32 or float64 [num_tokens, q_lora_rank], the query latent after its norm.
+        wq_b: float[index_n_heads * index_head_dim, q_lora_rank].
+        cos: float[num_tokens, rope_head_dim / 2], the layer's table at the queries' positions.
+        sin: like ``cos``.
+        index_head_dim: int, a power of two.
+
+    Returns:
+        dtype of ``qr`` [num_tokens, index_n_heads, index_head_dim].
+
+    Raises:
+        ContractError: a shape or dtype does not hold.
+
+    Source: DeepSeek-V4 inference model: no norm here; RoPE, then Hadamard.
+
+    >>> index_queries(np.ones((1, 2)), np.eye(2), np.ones((1, 1)), np.zeros((1, 1)), index_head_dim=2).round(3).tolist()
+    [[[1.414, 0.0]]]
+    """
+    check_array("qr", qr, FLOATS, ("num_tokens", "q_lora_rank"))
+    check_array("wq_b", wq_b, FLOATS, ("index_n_heads * index_head_dim", qr.shape[1]), "as wide as the query latent")
+    index_head_dim = check_int("index_head_dim", index_head_dim, 1)
+    if wq_b.shape[0] % index_head_dim:
+        raise contract_error("wq_b", f"have a multiple of {index_head_dim} rows", wq_b.shape[0], "one block a head")
+    heads = (qr @ wq_b.T.astype(qr.dtype)).reshape(len(qr), len(wq_b) // index_head_dim, index_head_dim)
+    return hadamard(apply_rope(heads, cos, sin))
+
+
+def index_head_weights(x: Float, weights_proj: Float, *, index_head_dim: int) -> Float:
+    """The signed weight of each index head, both scale factors in it once.
+
+    Args:
+        x: float32 or float64 [num_tokens, hidden].
+        weights_proj: float[index_n_heads, hidden].
+        index_head_dim: int, >= 1.
+
+    Returns:
+        dtype of ``x`` [num_tokens, index_n_heads]: ``x Wp^T / sqrt(index_head_dim * index_n_heads)``.
+
+    Raises:
+        ContractError: a shape or dtype does not hold.
+
+    Source: DeepSeek-V4 inference model.
+
+    >>> index_head_weights(np.array([[2.0]]), np.array([[-1.0], [1.0]]), index_head_dim=2).tolist()
+    [[-1.0, 1.0]]
+    """
+    check_array("x", x, FLOATS, ("num_tokens", "hidden"))
+    check_array("weights_proj", weights_proj, FLOATS, ("index_n_heads", x.shape[1]), "as wide as x")
+    scale = 1 / math.sqrt(check_int("index_head_dim", index_head_dim, 1) * len(weights_proj))
+    weights: Float = x @ weights_proj.T.astype(x.dtype) * x.dtype.type(scale)
+    return weights
+
+
+def index_scores(index_q: Float, index_weights: Float, index_keys: Float) -> Float:
+    """The score of every key for every query, visible or not.
+
+    Args:
+        index_q: float32 or float64 [num_tokens, index_n_heads, index_head_dim].
+        index_weights: dtype of ``index_q`` [num_tokens, index_n_heads], signed.
+        index_keys: dtype of ``index_q`` [num_keys, index_head_dim].
+
+    Returns:
+        dtype of ``index_q`` [num_tokens, num_keys]: sum over heads of ``weight * relu(q . k)``.
+
+    Raises:
+        ContractError: a shape or dtype does not hold.
+
+    Source: DeepSeek-V4 inference model; no softmax, no bias, no position term.
+
+    >>> q = np.array([[[1.0, 0.0], [0.0, 1.0]]])
+    >>> index_scores(q, np.array([[1.0, -2.0]]), np.array([[3.0, 1.0], [-3.0, 1.0]])).tolist()
+    [[1.0, -2.0]]
+    """
+    check_array("index_q", index_q, FLOATS, ("num_tokens", "index_n_heads", "index_head_dim"))
+    dtype = (str(index_q.dtype),)
+    check_array("index_weights", index_weights, dtype, index_q.shape[:2], "one weight a head")
+    check_array("index_keys", index_keys, dtype, ("num_keys", index_q.shape[2]), "as wide as the queries")
+    num_tokens, num_heads, d = index_q.shape
+    scores = np.zeros((num_tokens, len(index_keys)), index_q.dtype)
+    # A matrix product may add up the channels in another order at its edges, so that equal keys score differently in
+    # the last bit and a row's choice depends on its neighbours. Here every score is the same sum wherever it stands.
+    index_q, index_keys = np.ascontiguousarray(index_q), np.ascontiguousarray(index_keys)
+    for start in range(0, num_tokens, QUERY_BLOCK):
+        queries = slice(start, start + QUERY_BLOCK)
+        q = index_q[queries].reshape(-1, d)
+        weights = index_weights[queries]
+        for first in range(0, len(index_keys), KEY_BLOCK):
+            keys = slice(first, first + KEY_BLOCK)
+            hits = np.einsum("qd,kd->qk", q, index_keys[keys])
+            np.maximum(hits, 0, out=hits)
+            by_head = hits.reshape(len(weights), num_heads, -1)
+            for head in range(num_heads):
+                scores[queries, keys] += weights[:, head, None] * by_head[:, head]
+    return scores
+
+
+def selected_entries(scores: Float, num_visible: Int32, index_topk: int) -> Int32:
+    """The entries that each query attends to, best first.
+
+    Args:
+        scores: float32 or float64 [num_tokens, num_entries]; what lies at or beyond ``num_visible`` is not read.
+        num_visible: int32[num_tokens], entries that each query may see, in [0, num_entries].
+        index_topk: int, entries to choose, >= 1.
+
+    Returns:
+        int32[num_tokens, index_topk]: exactly ``min(index_topk, num_visible)`` distinct entries by (score descending,
+        index ascending), NaN as -inf; then -1.
+
+    Raises:
+        ContractError: a shape, dtype or value does not hold.
+
+    Source: torch.topk's order is unspecified among ties, ours is not (vllm-ascend#15053, vllm#49896).
+
+    >>> scores = np.array([[0.5, np.nan, 2.0, 0.5, 9.9]])
+    >>> selected_entries(scores, np.array([4], np.int32), 3).tolist()
+    [[2, 0, 3]]
+    >>> selected_entries(scores, np.array([1], np.int32), 3).tolist()
+    [[0, -1, -1]]
+    """
+    check_array("scores", scores, FLOATS, ("num_tokens", "num_entries"))
+    check_array("num_visible", num_visible, ("int32",), scores.shape[:1], "one count a query")
+    index_topk = check_int("index_topk", index_topk, 1, INT32_MAX)
+    num_tokens, num_entries = scores.shape
+    if (num_visible < 0).any() or (num_visible > num_entries).any():
+        raise contract_error(
+            "num_visible", f"be in [0, {num_entries}]", num_visible.tolist(), "scores has a column each"
+        )
+    width = min(index_topk, num_entries)
+    chosen = np.full((num_tokens, index_topk), -1, np.int32)
+    if width == 0 or num_tokens == 0:
+        return chosen
+    visible = np.arange(num_entries) < num_visible[:, None]
+    # An order that sorts ascending: best score first, NaN with -inf, and what is not visible behind everything.
+    cost = np.where(np.isnan(scores), np.inf, -scores)
+    if width < num_entries:
+        columns = smallest_columns(cost, visible, width)
+    else:
+        columns = np.broadcast_to(np.arange(num_entries), scores.shape)
+    order = np.lexsort((np.take_along_axis(cost, columns, 1), ~np.take_along_axis(visible, columns, 1)), axis=1)
+    best = np.take_along_axis(columns, order, 1)
+    real = np.arange(width) < num_visible[:, None]
+    chosen[:, :width] = np.where(real, best, -1)
+    return chosen
+
+
+def smallest_columns(cost: Float, visible: NDArray[np.bool_], width: int) -> Int32:
+    """The ``width`` columns of least cost, lowest column first among equals, visible ones before all others."""
+    # Not visible is dearer than +inf cost: count it apart, so that a visible NaN stays selectable.
+    hidden_cost = np.where(visible, cost, np.inf)
+    threshold = np.partition(hidden_cost, width - 1, axis=1)[:, width - 1 : width]
+    sure = hidden_cost < threshold
+    tied = (hidden_cost == threshold) & visible
+    room = width - sure.sum(axis=1, keepdims=True)
+    taken = sure | (tied & (np.cumsum(tied, axis=1) <= room))
+    # Rows that see fewer than `width` entries are filled up with hidden columns, which the caller turns into -1.
+    missing = width - taken.sum(axis=1, keepdims=True)
+    if missing.any():
+        spare = ~taken & ~visible
+        taken |= spare & (np.cumsum(spare, axis=1) <= missing)
+    return np.nonzero(taken)[1].reshape(-1, width).astype(np.int32)
+
+
+def lightning_indexer(
+    index_q: Float,
+    index_weights: Float,
+    index_cache: Float,
+    cmp_block_table: Int32,
+    cu_seqlens_q: Int32,
+    seqused_kv: Int32,
+    *,
+    compress_ratio: int,
+    index_topk: int,
+) -> Int32:
+    """The entries that each local query attends to, keys read from a paged cache: the operator's granularity.
+
+    Args:
+        index_q: float32 or float64 [num_queries, index_n_heads, index_head_dim].
+        index_weights: dtype of ``index_q`` [num_queries, index_n_heads], signed.
+        index_cache: dtype of ``index_q`` [num_blocks, block_size, index_head_dim], one row an entry.
+        cmp_block_table: int32[rows, max_blocks], by entry, one row an operator row.
+        cu_seqlens_q: int32[rows + 1], tokens, local query offsets, first 0.
+        seqused_kv: int32[rows], raw tokens (not entries), key extent of each row.
+        compress_ratio: int, tokens per entry, >= 1.
+        index_topk: int, entries to choose, >= 1.
+
+    Returns:
+        int32[num_queries, index_topk]: entries within the request, best first, then -1. All -1 for queries beyond
+        ``cu_seqlens_q[-1]`` and where the extent is 0.
+
+    Raises:
+        ContractError: a shape, dtype or value does not hold, or the table does not reach a visible entry.
+
+    Source: operator npu_vllm_quant_lightning_indexer, sparse_mode 3, without its int8.
+
+    >>> cache = np.array([[[1.0], [3.0]], [[2.0], [9.0]]])  # blocks of 2 entries; the request has 3
+    >>> table, loc, used = np.array([[0, 1]], np.int32), np.array([0, 2], np.int32), np.array([7], np.int32)
+    >>> lightning_indexer(np.ones((2, 1, 1)), np.ones((2, 1)), cache, table, loc, used, compress_ratio=2, index_topk=2).tolist()
+    [[1, 2], [1, 2]]
+    """
+    check_array("index_q", index_q, FLOATS, ("num_queries", "index_n_heads", "index_head_dim"))
+    dtype = (str(index_q.dtype),)
+    check_array("index_weights", index_weights, dtype, index_q.shape[:2], "one weight a head")
+    check_array("index_cache", index_cache, dtype, ("num_blocks", "block_size", index_q.shape[2]), "as the queries")
+    positions = query_positions(cu_seqlens_q, seqused_kv, num_rows=len(index_q))
+    check_array(
+        "cmp_block_table", cmp_block_table, ("int32",), (len(seqused_kv), "max_blocks"), "one row an operator row"
+    )
+    num_visible = visible_entries(positions, compress_ratio)
+    chosen = np.full((len(index_q), check_int("index_topk", index_topk, 1, INT32_MAX)), -1, np.int32)
+    for row in np.flatnonzero(cu_seqlens_q[1:] > cu_seqlens_q[:-1]):
+        start, stop = int(cu_seqlens_q[row]), int(cu_seqlens_q[row + 1])
+        num_entries = int(num_visible[stop - 1])
+        if num_entries == 0:
+            continue
+        entries = np.arange(num_entries, dtype=np.int32)
+        request = np.full(num_entries, row, np.int32)
+        keys = gathered_rows(index_cache, slot_mapping(entries, request, cmp_block_table, index_cache.shape[1]))
+        for first in range(start, stop, QUERY_BLOCK):
+            block = slice(first, min(first + QUERY_BLOCK, stop))
+            seen = int(num_visible[block.stop - 1])
+            scores = index_scores(index_q[block], index_weights[block], keys[:seen])
+            chosen[block] = selected_entries(scores, num_visible[block], index_topk)
+    return chosen
+
+
+def select_qli(
+    x: Float,
+    qr: Float,
+    cos: Float,
+    sin: Float,
+    weights: IndexerWeights,
+    index_cache: Float,
+    cmp_block_table: Int32,
+    state: CompressorState,
+    cu_seqlens_q: Int32,
+    seqused_kv: Int32,
+    request_indices: Int32,
+    num_computed_tokens: Int32,
+    frequencies: Sequence[float],
+    *,
+    index_topk: int,
+    eps: float,
+    compress_x: Float | None = None,
+    compress_cu_seqlens: Int32 | None = None,
+) -> IndexSelection:
+    """One step of the indexer: keys compressed and cached, then the queries' choice.
+
+    With context parallelism the queries are one rank's and the key side is everybody's: ``compress_x`` and
+    ``compress_cu_seqlens`` are then the whole stream, while ``x``, ``qr`` and the lengths stay local::
+
+        queries   x, qr, cos, sin, cu_seqlens_q, seqused_kv, request_indices        local
+        keys      compress_x, compress_cu_seqlens, num_computed_tokens, state       global
+
+    Args:
+        x: float32 or float64 [num_queries, hidden], rows of the queries.
+        qr: dtype of ``x`` [num_queries, q_lora_rank], query latent after its norm.
+        cos: float[num_queries, rope_head_dim / 2], the layer's table at the queries' positions.
+        sin: like ``cos``.
+        weights: IndexerWeights.
+        index_cache: dtype of ``x`` [num_blocks, block_size, index_head_dim]; not changed.
+        cmp_block_table: int32[num_reqs, max_blocks], by entry, one row a request.
+        state: CompressorState of the indexer's compressor, before this step, one ring a request.
+        cu_seqlens_q: int32[rows + 1], tokens, offsets of the operator rows' queries.
+        seqused_kv: int32[rows], raw tokens, key extent of each row.
+        request_indices: int32[rows], the request whose table the row reads; -1 for a pad row.
+        num_computed_tokens: int32[num_reqs], tokens before this step, global; negative for a padded graph slot.
+        frequencies: rope_head_dim / 2 floats of the layer (see `rope_table`).
+        index_topk: int, entries to choose, >= 1.
+        eps: number, of the compressor's RMS norm.
+        compress_x: dtype of ``x`` [num_tokens, hidden], rows of the key side; None takes ``x``.
+        compress_cu_seqlens: int32[num_reqs + 1], tokens, offsets of ``compress_x``; None takes ``cu_seqlens_q``.
+
+    Returns:
+        IndexSelection: topk_indices [num_queries, index_topk], index_cache, state.
+
+    Raises:
+        ContractError: a shape, dtype or value does not hold, or one of the two key-side arguments is missing.
+
+    Source: xLLM #1997 select_qli; vllm-ascend _update_indexer_cache (full) and _indexer_select_topk (local).
+
+    >>> IndexSelection._fields[0]
+    'topk_indices'
+    """
+    if (compress_x is None) != (compress_cu_seqlens is None):
+        raise contract_error(
+            "compress_x and compress_cu_seqlens", "be given together", "one of the two", "rows and their own offsets"
+        )
+    key_rows = x if compress_x is None else compress_x
+    key_loc = cu_seqlens_q if compress_cu_seqlens is None else compress_cu_seqlens
+    check_extents(cu_seqlens_q, seqused_kv)
+    index_head_dim = len(weights.compressor.norm_weight)
+    step = compress(key_rows, weights.compressor, key_loc, num_computed_tokens, state, frequencies, eps=eps)
+    slots = slot_mapping(
+        step.compressed.entry_indices, step.compressed.entry_requests, cmp_block_table, index_cache.shape[1]
+    )
+    cache = scattered_rows(index_cache, hadamard(step.compressed.entries), slots)
+    topk_indices = lightning_indexer(
+        index_queries(qr, weights.wq_b, cos, sin, index_head_dim=index_head_dim),
+        index_head_weights(x, weights.weights_proj, index_head_dim=index_head_dim),
+        cache,
+        block_table_rows(cmp_block_table, request_indices),
+        cu_seqlens_q,
+        seqused_kv,
+        compress_ratio=weights.compressor.ape.shape[0],
+        index_topk=index_topk,
+    )
+    return IndexSelection(topk_indices, cache, step.state)

@@ -1,0 +1,72 @@
+"""The house's one arrow of imports, and what a fresh process may load."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dsacp_ref
+
+PACKAGE = Path(dsacp_ref.__file__).parent
+# A module imports only from modules to its left; those of one group may meet.
+ARROW = [
+    {"spec", "config"},
+    {"partition"},
+    {"extents"},
+    {"visibility"},
+    {"paging", "rope", "quant", "compressor", "indexer", "attention"},
+    {"exchange"},
+    {"layer"},
+    {"__init__", "__main__"},
+]
+RANK = {name: place for place, group in enumerate(ARROW) for name in group}
+
+
+def imported(module: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {
+                f"{node.module}.{alias.name}" if node.module == "dsacp_ref" else str(node.module)
+                for alias in node.names
+            }
+    return names
+
+
+@pytest.mark.parametrize("module", sorted(PACKAGE.glob("*.py")), ids=lambda path: path.stem)
+def test_a_module_imports_only_what_stands_before_it(module: Path) -> None:
+    for name in imported(module):
+        if name.startswith("dsacp_ref."):
+            assert RANK[name.split(".")[1]] <= RANK[module.stem], f"{module.stem} imports {name}"
+        else:
+            root = name.split(".")[0]
+            assert root in {"numpy", "__future__"} or root in sys.stdlib_module_names, f"{module.stem} imports {name}"
+
+
+def test_no_two_modules_import_each_other() -> None:
+    edges = {
+        module.stem: {name.split(".")[1] for name in imported(module) if name.startswith("dsacp_ref.")}
+        for module in PACKAGE.glob("*.py")
+        if module.stem not in ("__init__", "__main__")
+    }
+    done: set[str] = set()
+    while ready := {name for name, needs in edges.items() if name not in done and needs <= done}:
+        done |= ready
+    assert done == set(edges), f"a circle among {sorted(set(edges) - done)}"
+
+
+@pytest.mark.parametrize("package", ["dsacp_ref", "dsacp_npu"])
+def test_importing_a_package_loads_nothing_heavy(package: str) -> None:
+    code = (
+        f"import sys, {package}\n"
+        "heavy = {'torch', 'torch_npu', 'triton', 'transformers', 'rich', 'hypothesis', 'einops'} & set(sys.modules)\n"
+        "sys.exit(', '.join(sorted(heavy)) or 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
