@@ -619,7 +619,8 @@ def rolled_back_state(
 
     Source: the rollback rule of speculative decoding over DeepSeek-V4's state.
 
-    >>> state = CompressorState(np.zeros((1, 2, 1)), np.zeros((1, 2, 1)), np.array([3], np.int32), np.full(1, 5, np.int32))
+    >>> ring, start, end = np.zeros((1, 2, 1)), np.array([3], np.int32), np.array([5], np.int32)
+    >>> state = CompressorState(ring, ring, start, end)
     >>> rolled_back_state(state, np.array([4], np.int32), compress_ratio=2, overlap=False).num_tokens.tolist()
     [4]
     """
@@ -675,7 +676,8 @@ def compress(
 
     >>> weights = CompressorWeights(np.eye(2), np.eye(2), np.zeros((2, 2)), np.ones(2))
     >>> x = np.array([[1.0, -1.0], [1.0, -1.0], [5.0, 5.0]])
-    >>> step = compress(x, weights, np.array([0, 3], np.int32), np.zeros(1, np.int32), empty_state(weights, 1), (), eps=0.0)
+    >>> loc, none, state = np.array([0, 3], np.int32), np.zeros(1, np.int32), empty_state(weights, 1)
+    >>> step = compress(x, weights, loc, none, state, (), eps=0.0)
     >>> step.compressed.entries.tolist(), step.compressed.entry_start_loc.tolist(), step.state.num_tokens.tolist()
     ([[1.0, -1.0], [0.0, 0.0]], [0, 1], [3])
     """

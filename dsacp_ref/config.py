@@ -411,10 +411,11 @@ class ParallelConfig:
         dsa_cp_kv_interleave_size: int >= 1, tokens; stored only, reserved for decode with sharded KV.
         prefill_cp_mode: a split rule as `split_rule` reads it; stored under its own name, never as an alias.
         cp_size: int >= 1, the configured size, which counts while the switch is off.
-        rows: ``full`` or ``scattered``, the hidden rows a rank holds between layers.
-        key_mode: ``replicate``, ``gather_hidden``, ``gather_kv`` or ``gather_compressed``, how keys become global.
-        output_mode: ``all_to_all``, ``gather_weight`` or ``replicated_weight``, how o_proj meets its rows.
-        mixed: ``cp`` or ``off``, what a batch with both prefill and decode does.
+        dsa_cp_rows: ``full`` or ``scattered``, the hidden rows a rank holds between layers.
+        dsa_cp_key_mode: ``replicate``, ``gather_hidden``, ``gather_kv`` or ``gather_compressed``, how keys become
+            global.
+        dsa_cp_output_mode: ``all_to_all``, ``gather_weight`` or ``replicated_weight``, how o_proj meets its rows.
+        dsa_cp_mixed: ``cp`` or ``off``, what a batch with both prefill and decode does.
 
     Raises:
         ContractError: a wrong type or an unknown word.
@@ -430,23 +431,24 @@ class ParallelConfig:
     dsa_cp_kv_interleave_size: int = 1
     prefill_cp_mode: str = "contiguous"
     cp_size: int = 1
-    rows: str = "full"
-    key_mode: str = "replicate"
-    output_mode: str = "all_to_all"
-    mixed: str = "cp"
+    # Prefixed: these words share a file and a command line with an engine's own.
+    dsa_cp_rows: str = "full"
+    dsa_cp_key_mode: str = "replicate"
+    dsa_cp_output_mode: str = "all_to_all"
+    dsa_cp_mixed: str = "cp"
 
     def __post_init__(self) -> None:
         _check_bool("enable_dsa_cp", self.enable_dsa_cp)
         for name in ("dsa_cp_kv_interleave_size", "cp_size"):
             object.__setattr__(self, name, check_int(name, getattr(self, name), 1))
         for name, words in _CHOICES.items():
-            check_choice(name, getattr(self, name), words)
+            check_choice(f"dsa_cp_{name}", getattr(self, f"dsa_cp_{name}"), words)
         try:
             split = str(split_rule(self.prefill_cp_mode))
         except ContractError as error:
             raise ContractError(f"prefill_cp_mode: {error}") from None
         object.__setattr__(self, "prefill_cp_mode", split)
-        _check_rows_and_keys(self.rows, self.key_mode)
+        _check_rows_and_keys(self.dsa_cp_rows, self.dsa_cp_key_mode)
 
     @classmethod
     def from_json(cls, mapping: Mapping[str, Any]) -> ParallelConfig:

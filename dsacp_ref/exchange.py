@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from dsacp_ref.extents import Float
 from dsacp_ref.partition import Int32, Partition, restored_rows
-from dsacp_ref.spec import check_int, contract_error
+from dsacp_ref.spec import check_array, check_int, contract_error
 
 __all__ = [
     "all_gather",
@@ -101,12 +101,7 @@ def reduce_scatter(shards: Sequence[Float], rows_per_rank: Sequence[int]) -> lis
     [[2.0, 4.0], [6.0]]
     """
     check_shards(shards, equal_rows=True)
-    counts = [check_int("rows_per_rank", count, 0) for count in rows_per_rank]
-    if len(counts) != len(shards) or sum(counts) != len(shards[0]):
-        raise contract_error(
-            "rows_per_rank", f"split {len(shards[0])} rows over {len(shards)} ranks", counts, "one count a rank"
-        )
-    bounds = np.cumsum([0, *counts])
+    bounds = np.cumsum([0, *checked_counts(rows_per_rank, shards)])
     total = all_reduce(shards)[0]
     return [total[bounds[rank] : bounds[rank + 1]].copy() for rank in range(len(shards))]
 
@@ -133,6 +128,9 @@ def all_to_all(blocks: Sequence[Sequence[NDArray[Row]]]) -> list[list[NDArray[Ro
     for rank, row in enumerate(blocks):
         if len(row) != size:
             raise contract_error("blocks", f"hold {size} blocks on every rank", f"{len(row)} on rank {rank}")
+        for block in row:
+            if not hasattr(block, "shape"):
+                raise contract_error("blocks", "be arrays", type(block).__name__, f"rank {rank}")
     return [[blocks[source][destination].copy() for source in range(size)] for destination in range(size)]
 
 
@@ -193,12 +191,8 @@ def token_shards(shards: Sequence[Float], rows_per_rank: Sequence[int]) -> list[
     [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0]]
     """
     check_shards(shards, equal_rows=True)
-    counts = [check_int("rows_per_rank", count, 0) for count in rows_per_rank]
-    if len(counts) != len(shards) or sum(counts) != len(shards[0]):
-        raise contract_error(
-            "rows_per_rank", f"split {len(shards[0])} rows over {len(shards)} ranks", counts, "one count a rank"
-        )
-    bounds = np.cumsum(counts)[:-1]
+    check_array("shards", shards[0], (str(shards[0].dtype),), ("rows", "heads", "head_dim"))
+    bounds = np.cumsum(checked_counts(rows_per_rank, shards))[:-1]
     received = all_to_all([np.split(shard, bounds) for shard in shards])
     return [np.concatenate(row, axis=1) for row in received]
 
@@ -254,11 +248,22 @@ def requested_rows(shards: Sequence[NDArray[Row]], partition: Partition, wanted:
         raise contract_error("wanted", f"hold one list for each of {len(shards)} ranks", len(wanted))
     num_tokens = len(partition.restore_indices)
     received = []
-    for tokens, gathered in zip(wanted, all_gather(shards), strict=True):
+    for rank, (tokens, gathered) in enumerate(zip(wanted, all_gather(shards), strict=True)):
+        check_array("wanted", tokens, ("int32",), ("count",), f"rank {rank}")
         if (tokens < 0).any() or (tokens >= num_tokens).any():
             raise contract_error("wanted", f"name tokens in [0, {num_tokens})", tokens.tolist())
         received.append(gathered[partition.restore_indices[tokens]])
     return received
+
+
+def checked_counts(rows_per_rank: Sequence[int], shards: Sequence[NDArray[Row]]) -> list[int]:
+    """How many rows each rank gets, once they are found to be all of them."""
+    counts = [check_int("rows_per_rank", count, 0) for count in rows_per_rank]
+    if len(counts) != len(shards) or sum(counts) != len(shards[0]):
+        raise contract_error(
+            "rows_per_rank", f"split {len(shards[0])} rows over {len(shards)} ranks", counts, "one count a rank"
+        )
+    return counts
 
 
 def padded(shard: NDArray[Row], rows: int) -> NDArray[Row]:

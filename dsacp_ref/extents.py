@@ -106,11 +106,10 @@ def check_batch(query_start_loc: Int32, seq_lens: Int32) -> None:
         f"one entry per request (query_start_loc has {num_reqs + 1} entries)",
     )
     query_lens = query_start_loc[1:] - query_start_loc[:-1]
-    # One comparison serves both rules: fewer keys than queries is wrong unless there are none (graph padding).
-    short = seq_lens < query_lens
-    if not short.any() and (num_reqs == 0 or seq_lens.min() >= 0):
+    short = seq_lens < query_lens  # query lengths are not negative, so this finds negative counts too
+    if not short.any():
         return
-    bad = (seq_lens < 0) | (short & (seq_lens != 0))
+    bad = short & (seq_lens != 0)
     if bad.any():
         request = int(bad.argmax())
         raise contract_error(

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsacp_ref.compressor import CompressorState, CompressorWeights, compress
-from dsacp_ref.extents import FLOATS, Float, check_extents, query_positions
+from dsacp_ref.extents import FLOATS, Float, check_extents, check_offsets, query_positions
 from dsacp_ref.paging import block_table_rows, gathered_rows, scattered_rows, slot_mapping
 from dsacp_ref.partition import Int32
 from dsacp_ref.rope import apply_rope
@@ -313,7 +313,8 @@ def lightning_indexer(
 
     >>> cache = np.array([[[1.0], [3.0]], [[2.0], [9.0]]])  # blocks of 2 entries; the request has 3
     >>> table, loc, used = np.array([[0, 1]], np.int32), np.array([0, 2], np.int32), np.array([7], np.int32)
-    >>> lightning_indexer(np.ones((2, 1, 1)), np.ones((2, 1)), cache, table, loc, used, compress_ratio=2, index_topk=2).tolist()
+    >>> q, head_weights = np.ones((2, 1, 1)), np.ones((2, 1))
+    >>> lightning_indexer(q, head_weights, cache, table, loc, used, compress_ratio=2, index_topk=2).tolist()
     [[1, 2], [1, 2]]
     """
     check_array("index_q", index_q, FLOATS, ("num_queries", "index_n_heads", "index_head_dim"))
@@ -406,8 +407,12 @@ def select_qli(
         )
     key_rows = x if compress_x is None else compress_x
     key_loc = cu_seqlens_q if compress_cu_seqlens is None else compress_cu_seqlens
+    check_array("x", x, FLOATS, ("num_queries", "hidden"))
+    check_offsets("cu_seqlens_q", cu_seqlens_q)
     check_extents(cu_seqlens_q, seqused_kv)
     index_head_dim = len(weights.compressor.norm_weight)
+    check_array("index_cache", index_cache, (str(x.dtype),), ("num_blocks", "block_size", index_head_dim), "like x")
+    check_array("cmp_block_table", cmp_block_table, ("int32",), ("num_reqs", "max_blocks"), "one row a request")
     step = compress(key_rows, weights.compressor, key_loc, num_computed_tokens, state, frequencies, eps=eps)
     slots = slot_mapping(
         step.compressed.entry_indices, step.compressed.entry_requests, cmp_block_table, index_cache.shape[1]

@@ -53,7 +53,7 @@ from dsacp_ref.indexer import IndexerWeights, hadamard, index_head_weights, inde
 from dsacp_ref.paging import block_table_rows, scattered_rows, slot_mapping
 from dsacp_ref.partition import Int32, Partition, inverse_of, partition_tokens, restored_rows
 from dsacp_ref.rope import apply_inverse_rope, apply_rope, rope_frequencies, rope_table, yarn_frequencies
-from dsacp_ref.spec import check_array, check_choice, check_int, contract_error
+from dsacp_ref.spec import INT32_MAX, check_array, check_choice, check_int, contract_error
 from dsacp_ref.visibility import pool_row_starts, window_starts
 
 __all__ = [
@@ -550,11 +550,12 @@ def empty_cache(
     num_blocks, num_cmp_blocks = check_int("num_blocks", num_blocks, 0), check_int("num_cmp_blocks", num_cmp_blocks, 0)
     block_size, cmp_block_size = check_int("block_size", block_size, 1), check_int("cmp_block_size", cmp_block_size, 1)
     num_slots, spare_rows = check_int("num_slots", num_slots, 0), check_int("spare_rows", spare_rows, 0)
+    check_array("weights.wkv", weights.wkv, FLOATS, ("head_dim", "hidden"))
     dtype, head_dim = weights.wkv.dtype, weights.wkv.shape[0]
 
     def parts(compressor: CompressorWeights | None) -> tuple[Float, CompressorState]:
         if compressor is None:
-            ring, count = np.zeros((num_slots, 0, 0), dtype), np.zeros(num_slots, np.int32)
+            ring, count = np.zeros((num_slots, spare_rows, 0), dtype), np.zeros(num_slots, np.int32)
             return np.zeros((0, cmp_block_size, 0), dtype), CompressorState(ring, ring.copy(), count, count.copy())
         width, ratio = checked_weights(compressor)
         d = len(compressor.norm_weight)
@@ -572,6 +573,7 @@ def empty_cache(
 
 def check_weights(weights: LayerWeights, config: AttentionConfig, compress_ratio: int) -> None:
     """Refuse weights of another layer kind, or of another model."""
+    compress_ratio = check_int("compress_ratio", compress_ratio, 1)
     heads, hidden, groups = config.num_heads, config.hidden_size, config.o_groups
     shapes: dict[str, tuple[int, ...]] = {
         "wq_a": (config.q_lora_rank, hidden),
@@ -615,16 +617,15 @@ def check_weights(weights: LayerWeights, config: AttentionConfig, compress_ratio
             )
 
 
-def check_step(x: Float, batch: LayerBatch, cache: LayerCache, config: AttentionConfig) -> None:
-    """Refuse a step whose rows, tables and state slots do not belong together."""
+def check_step(x: Float, batch: LayerBatch, cache: LayerCache, weights: LayerWeights, config: AttentionConfig) -> None:
+    """Refuse a step whose rows, tables, caches and state slots do not belong together."""
     check_batch(batch.query_start_loc, batch.seq_lens)
     num_reqs = len(batch.seq_lens)
     check_array("x", x, FLOATS, ("num_tokens", config.hidden_size), "the block input after its norm")
-    check_array("cache.swa_cache", cache.swa_cache, (str(x.dtype),), ("num_blocks", "block_size", config.head_dim))
     check_array("batch.swa_block_table", batch.swa_block_table, ("int32",), (num_reqs, "max_blocks"))
     check_array("batch.cmp_block_table", batch.cmp_block_table, ("int32",), (num_reqs, "max_cmp_blocks"))
     check_array("batch.state_indices", batch.state_indices, ("int32",), (num_reqs,), "one slot a request")
-    num_slots = len(cache.cmp_state.num_tokens)
+    num_slots = check_cache(cache, (str(x.dtype),), weights, config)
     indices = batch.state_indices
     if len(np.unique(indices)) != num_reqs or (indices < 0).any() or (indices >= num_slots).any():
         raise contract_error(
@@ -634,6 +635,29 @@ def check_step(x: Float, batch: LayerBatch, cache: LayerCache, config: Attention
         raise contract_error(
             "x", f"have at least {int(batch.query_start_loc[-1])} rows", len(x), "query_start_loc counts global rows"
         )
+
+
+def check_cache(cache: LayerCache, dtype: tuple[str], weights: LayerWeights, config: AttentionConfig) -> int:
+    """The number of state slots, once every part that the layer has is found to fit the others."""
+    check_array("cache.swa_cache", cache.swa_cache, dtype, ("num_blocks", "block_size", config.head_dim))
+    check_array("cache.cmp_state.num_tokens", cache.cmp_state.num_tokens, ("int32",), ("num_slots",))
+    num_slots = len(cache.cmp_state.num_tokens)
+    blocks: tuple[int | str, int | str] = ("num_cmp_blocks", "cmp_block_size")
+    for name, entries, state, compressor in (
+        ("cmp", cache.cmp_cache, cache.cmp_state, weights.compressor),
+        ("index", cache.index_cache, cache.index_state, weights.indexer.compressor if weights.indexer else None),
+    ):
+        if name == "index" and compressor is None:
+            continue
+        width, d = (checked_weights(compressor)[0], len(compressor.norm_weight)) if compressor else (0, 0)
+        check_array(f"cache.{name}_cache", entries, dtype, (*blocks, d), "entries and index keys share a block table")
+        blocks = (entries.shape[0], entries.shape[1])
+        check_array(f"cache.{name}_state.kv", state.kv, dtype, (num_slots, "num_rows", width), "use empty_cache")
+        check_array(f"cache.{name}_state.score", state.score, dtype, state.kv.shape, "use empty_cache")
+        for part in ("held_start", "num_tokens"):
+            counts = getattr(state, part)
+            check_array(f"cache.{name}_state.{part}", counts, ("int32",), (num_slots,), "one a state slot")
+    return num_slots
 
 
 def check_given(given_topk: Int32 | None, num_rows: int, weights: LayerWeights, config: AttentionConfig) -> None:
@@ -683,7 +707,7 @@ def attention_layer(
     'output'
     """
     check_weights(weights, config, compress_ratio)
-    check_step(x, batch, cache, config)
+    check_step(x, batch, cache, weights, config)
     check_given(given_topk, len(x), weights, config)
     frequencies = layer_frequencies(config, compress_ratio)
     rows = rows_of(np.arange(len(x), dtype=np.int32), batch)
@@ -780,7 +804,7 @@ def head_parallel_layer(
     )
     check_weights(weights, config, compress_ratio)
     for cache in caches:
-        check_step(x, batch, cache, config)
+        check_step(x, batch, cache, weights, config)
     frequencies = layer_frequencies(config, compress_ratio)
     rows = rows_of(np.arange(len(x), dtype=np.int32), batch)
     extents = LocalExtents(batch.query_start_loc, batch.seq_lens, np.arange(len(batch.seq_lens), dtype=np.int32))
@@ -847,7 +871,8 @@ def layer_over_ranks(
             [local rows, hidden], laid out by the split, pad rows included.
         weights: LayerWeights, all heads and groups; each rank uses what its modes give it.
         caches: one LayerCache per rank, before the step; not changed. After the step every rank holds what the next
-            step needs; with gather_compressed, raw keys only of the rows it read and of the last window.
+            step needs; with gather_compressed, raw keys only of the rows it read and of the last window,
+            and of as many rows before it as the rings have to spare.
         batch: LayerBatch, global, the same on every rank.
         config: AttentionConfig.
         compress_ratio: int, 1 for a window-only layer.
@@ -891,7 +916,7 @@ def layer_over_ranks(
     num_tokens = len(partition.restore_indices)
     stream = own_rows(inputs, partition, rows)
     for local, cache in zip(stream, caches, strict=True):
-        check_step(np.zeros((num_tokens, *local.shape[1:]), local.dtype), batch, cache, config)
+        check_step(np.zeros((num_tokens, *local.shape[1:]), local.dtype), batch, cache, weights, config)
     num_stream_rows = len(inputs[0]) if rows == "full" else num_tokens
     check_given(given_topk, num_stream_rows, weights, config)
     frequencies = layer_frequencies(config, compress_ratio)
@@ -938,7 +963,8 @@ def caches_over_ranks(
     if key_mode in ("gather_kv", "gather_compressed"):
         own = [key_rows(x, place, weights, config, frequencies) for x, place in zip(stream, places, strict=True)]
         if key_mode == "gather_compressed":
-            known = known_keys(own, places, partition, batch, weights, config, caches[0].cmp_state.kv.shape[1])
+            ring_rows = max(cache.cmp_state.kv.shape[1] for cache in caches)
+            known = known_keys(own, places, partition, batch, weights, config, ring_rows)
             return caches_from_own_entries(known, partition, caches, batch, weights, config, frequencies)
         gathered = gathered_in_order([packed(keys) for keys in own], partition)
         keys_of_ranks = [unpacked(rows, own[0]) for rows in gathered]
@@ -957,8 +983,9 @@ def own_rows(inputs: Sequence[Float], partition: Partition, rows: str) -> list[F
     """Every rank's own rows, pad rows zero."""
     shards = []
     for rank, (x, tokens) in enumerate(zip(inputs, partition.token_indices, strict=True)):
-        check_array("inputs", x, (str(inputs[0].dtype),), ("num_rows", inputs[0].shape[-1]), f"rank {rank}")
-        check_array("inputs", x, FLOATS, ("num_rows", "hidden"))
+        check_array("inputs", x, FLOATS, ("num_rows", "hidden"), f"rank {rank}")
+        shape = (len(inputs[0]) if rows == "full" else "num_rows", inputs[0].shape[1])
+        check_array("inputs", x, (str(inputs[0].dtype),), shape, f"rank {rank} must be like rank 0")
         needed = len(partition.restore_indices) if rows == "full" else len(tokens)
         if len(x) < needed or (rows == "scattered" and len(x) > needed):
             raise contract_error(
@@ -1017,15 +1044,17 @@ def halo_tokens(
     own = place.positions >= 0
     tokens, positions, requests = place.tokens[own], place.positions[own], place.requests[own]
     window = tokens - (positions - window_starts(positions, window_size))
-    closing, reach = np.zeros(len(positions), np.bool_), np.zeros(0, np.int32)
+    closing, reach, pooled_rows = np.zeros(len(positions), np.bool_), np.zeros(0, np.int32), 0
     if compressor is not None:
         overlap = len(compressor.wkv) > len(compressor.norm_weight)
+        pooled_rows = (2 if overlap else 1) * len(compressor.ape)
         closing = (positions + 1) % len(compressor.ape) == 0
         reach = pool_row_starts(positions[closing], len(compressor.ape), overlap=overlap)
     pooled = tokens[closing] - (positions[closing] - reach)
     live = (batch.seq_lens > 0) & (batch.query_start_loc[1:] > first_token)
     ends = batch.query_start_loc[1:][live]
-    carried = ends - max(window_size - 1, ring_rows)
+    # A rollback over the ring's spare rows must find the window of the token that it goes back to.
+    carried = ends - max(window_size - 1 + ring_rows - pooled_rows, ring_rows)
     starts = np.concatenate([window, pooled, carried])
     owners = np.concatenate([requests, requests[closing], np.flatnonzero(live)])
     starts = np.maximum(starts, first_token[owners])  # what lies before the step is in the caches already
@@ -1148,6 +1177,9 @@ def draft_batches(query_start_loc: Int32, seq_lens: Int32, num_steps: int) -> tu
     check_batch(query_start_loc, seq_lens)
     num_steps = check_int("num_steps", num_steps, 1)
     active = query_start_loc[1:] > query_start_loc[:-1]
+    longest = int((seq_lens * active).max(initial=0))
+    if longest + num_steps - 1 > INT32_MAX:
+        raise contract_error("num_steps", "keep seq_lens below 2**31", num_steps, f"a request has {longest} keys")
     steps = [(query_start_loc.copy(), seq_lens.copy())]
     for step in range(1, num_steps):
         one_each = np.concatenate([[0], np.cumsum(active)]).astype(np.int32)

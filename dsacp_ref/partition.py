@@ -222,20 +222,19 @@ def zigzag_pieces(query_start_loc: Int32, cp_size: int, cp_rank: int, name: str)
     """Blocks r and 2R-1-r of every request, side by side."""
     lengths = query_start_loc[1:] - query_start_loc[:-1]
     num_blocks = np.int32(2 * cp_size)
-    starts, ends = np.empty((2, len(lengths), 2), np.int32)
-    size = lengths // num_blocks if name == "zigzag" else -(-lengths // num_blocks)
-    longer = lengths - size * num_blocks
-    for column, block in enumerate((cp_rank, 2 * cp_size - 1 - cp_rank)):
-        if name == "zigzag":  # the first `longer` blocks hold one token more
-            starts[:, column] = size * block + np.minimum(longer, block)
-            ends[:, column] = starts[:, column] + size + (longer > block)
-        else:
-            starts[:, column] = np.minimum(size * block, lengths)
-            ends[:, column] = np.minimum(size * (block + 1), lengths)
-    piece_starts, piece_ends = starts.ravel(), ends.ravel()
-    piece_rows = np.repeat(size, 2) if name == "zigzag_padded" else piece_ends - piece_starts
-    requests = np.arange(2 * len(lengths), dtype=np.int32) // 2
-    return Pieces(requests, piece_starts, piece_ends, piece_rows)
+    block = np.array([[cp_rank], [2 * cp_size - 1 - cp_rank]], np.int32)
+    if name == "zigzag":
+        size = lengths // num_blocks
+        longer = lengths - size * num_blocks  # the first so many blocks hold one token more
+        starts = size * block + np.minimum(longer, block)
+        ends = starts + size + (longer > block)
+    else:
+        size = -(-lengths // num_blocks)
+        starts = np.minimum(size * block, lengths)
+        ends = np.minimum(size * (block + 1), lengths)
+    piece_starts, piece_ends = starts.T.ravel(), ends.T.ravel()
+    piece_rows = size.repeat(2) if name == "zigzag_padded" else piece_ends - piece_starts
+    return Pieces(np.arange(len(lengths), dtype=np.int32).repeat(2), piece_starts, piece_ends, piece_rows)
 
 
 def round_robin_pieces(query_start_loc: Int32, cp_size: int, cp_rank: int, num_rows: int) -> Pieces:

@@ -7,6 +7,7 @@ both packages raise the same type with the same text.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from numbers import Integral, Real
 from typing import Any
 
@@ -75,7 +76,13 @@ def dtype_name(array: Any) -> str:
     >>> dtype_name(np.zeros(1, np.int32))
     'int32'
     """
-    return str(array.dtype).removeprefix("torch.")
+    return bare_name(array.dtype)
+
+
+@lru_cache(maxsize=64)
+def bare_name(dtype: Any) -> str:
+    """The name of a dtype; spelling it out costs more than the rest of a check."""
+    return str(dtype).removeprefix("torch.")
 
 
 def check_array(name: str, array: Any, dtypes: Sequence[str], shape: Sequence[int | str], hint: str = "") -> None:

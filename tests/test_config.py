@@ -465,10 +465,10 @@ def parallel_configs(draw: st.DrawFn) -> ParallelConfig:
         dsa_cp_kv_interleave_size=draw(st.integers(1, 512)),
         prefill_cp_mode=draw(st.one_of(split_texts, st.sampled_from(["in-seq-split", "round-robin-split"]))),
         cp_size=draw(st.integers(1, 64)),
-        rows=rows,
-        key_mode=key_mode,
-        output_mode=draw(st.sampled_from(OUTPUT_MODES)),
-        mixed=draw(st.sampled_from(["cp", "off"])),
+        dsa_cp_rows=rows,
+        dsa_cp_key_mode=key_mode,
+        dsa_cp_output_mode=draw(st.sampled_from(OUTPUT_MODES)),
+        dsa_cp_mixed=draw(st.sampled_from(["cp", "off"])),
     )
 
 
@@ -482,10 +482,10 @@ def test_default_is_the_proposal() -> None:
         "dsa_cp_kv_interleave_size": 1,
         "prefill_cp_mode": "contiguous",
         "cp_size": 1,
-        "rows": "full",
-        "key_mode": "replicate",
-        "output_mode": "all_to_all",
-        "mixed": "cp",
+        "dsa_cp_rows": "full",
+        "dsa_cp_key_mode": "replicate",
+        "dsa_cp_output_mode": "all_to_all",
+        "dsa_cp_mixed": "cp",
     }
     assert ParallelConfig.from_json({}) == ParallelConfig.from_flags([])[0] == ParallelConfig()
 
@@ -552,7 +552,7 @@ def test_boolean_words(text: str) -> None:
         ("--cp_size=", ["--cp_size must be an int, got ''"]),
         ("--cp_size=0", ["cp_size must be an int >= 1, got 0"]),
         ("--cp_size", ["--cp_size must have a value, got none", "write --cp_size=..."]),
-        ("--rows=some", ["rows must be one of 'full', 'scattered', got 'some'"]),
+        ("--dsa_cp_rows=some", ["dsa_cp_rows must be one of 'full', 'scattered', got 'some'"]),
         ("--prefill_cp_mode=", ["prefill_cp_mode: split must be one of", "got ''"]),
     ],
 )
@@ -580,10 +580,10 @@ def test_flags_must_be_words(flags: Any) -> None:
         ("cp_size", 2.0, "cp_size must be an int >= 1, got float 2.0"),
         ("prefill_cp_mode", "head-tail", "prefill_cp_mode: split must be one of 'contiguous'"),
         ("prefill_cp_mode", 3, "prefill_cp_mode: split must be a str, got int 3"),
-        ("rows", "half", "rows must be one of 'full', 'scattered', got 'half'"),
-        ("key_mode", None, "key_mode must be one of 'replicate', 'gather_hidden'"),
-        ("output_mode", "a2a", "output_mode must be one of 'all_to_all'"),
-        ("mixed", True, "mixed must be one of 'cp', 'off', got True"),
+        ("dsa_cp_rows", "half", "dsa_cp_rows must be one of 'full', 'scattered', got 'half'"),
+        ("dsa_cp_key_mode", None, "dsa_cp_key_mode must be one of 'replicate', 'gather_hidden'"),
+        ("dsa_cp_output_mode", "a2a", "dsa_cp_output_mode must be one of 'all_to_all'"),
+        ("dsa_cp_mixed", True, "dsa_cp_mixed must be one of 'cp', 'off', got True"),
     ],
 )
 def test_bad_options(key: str, value: Any, text: str) -> None:
@@ -703,7 +703,7 @@ def test_combination_of_bad_values(change: dict[str, Any], text: str) -> None:
 @pytest.mark.parametrize(("rows", "key_mode"), sorted(ILLEGAL_ROWS_AND_KEYS))
 def test_options_refuse_rows_and_keys_at_construction(rows: str, key_mode: str) -> None:
     with refused(UnsupportedError, "key_mode must not be", key_mode, rows, "use key_mode="):
-        ParallelConfig(rows=rows, key_mode=key_mode)
+        ParallelConfig(dsa_cp_rows=rows, dsa_cp_key_mode=key_mode)
 
 
 # --- the grid of ranks -----------------------------------------------------------------------------------------------
