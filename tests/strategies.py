@@ -113,9 +113,9 @@ def each(steps_of_all: list[Step]) -> Iterator[Step]:
         yield step
 
 
-def share(parts: int) -> settings:
+def fewer(parts: int) -> settings:
     """Fewer examples, for a test that does the work of several in each."""
-    return settings(max_examples=max(1, settings.default.max_examples // parts))
+    return settings(max_examples=max(5, settings.default.max_examples // parts))
 
 
 @st.composite
