@@ -26,10 +26,7 @@ test: setup ## everything that needs no device: laws, oracles, transformers, doc
 test-fast: setup ## the same with few examples and without the slow ones (under a minute)
 	$(PYTEST) --hypothesis-profile=dev -m 'not slow'
 
-test-wheel: setup ## build the wheel, install it elsewhere, run the tests against it from outside the checkout
-	rm -rf build/wheel && mkdir -p build/wheel
-	$(BIN)/python -m build --wheel --outdir build/wheel . > build/wheel/build.log
-	$(PYTHON) -m venv --system-site-packages build/wheel/venv
+test-wheel: setup ## build the wheel and run the tests against it, away from the checkout
 	tests/wheel.sh
 
 parity: setup ## the main job: one device against ranks and against transformers, as a table
