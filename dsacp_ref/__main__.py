@@ -68,17 +68,12 @@ examples:
 """
 
 
-def parser(prog: str) -> argparse.ArgumentParser:
-    """The command line as argparse knows it."""
-    top = argparse.ArgumentParser(prog=prog, description="The definition of context-parallel sparse attention.")
-    explain = top.add_subparsers(required=True, metavar="command").add_parser(
-        "explain",
-        help="show who owns which token, and the operator rows of every rank",
-        description="Show who owns which token of a batch, and the rows that every rank hands an attention operator.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+def add_arguments(explain: argparse.ArgumentParser) -> None:
+    """The options of `explain`."""
+    explain.description = (
+        "Show who owns which token of a batch, and the rows that every rank hands an attention operator."
     )
+    explain.epilog = EXAMPLES
     counts: dict[str, Any] = {"nargs": "*", "type": int, "metavar": "N"}
     batch = explain.add_argument_group("the batch, in one of two spellings; an empty batch has no numbers")
     batch.add_argument("--query-lens", **counts, help="new tokens of each request")
@@ -98,7 +93,6 @@ def parser(prog: str) -> argparse.ArgumentParser:
     words = "also how many compressed entries the first and the last query of each row see"
     shown.add_argument("--compress-ratio", type=int, metavar="N", help=words)
     shown.add_argument("--json", action="store_true", help="one JSON object instead of tables, with nothing left out")
-    return top
 
 
 def batch_of(args: argparse.Namespace) -> tuple[Int32, Int32]:
@@ -257,24 +251,38 @@ def table(shown: dict[str, Any], ranks: list[dict[str, Any]]) -> str:
     return "\n\n".join("\n".join(block) for block in blocks)
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "python -m dsacp_ref") -> int:
-    """Run one command and return its exit code, 2 for a call that breaks a contract."""
-    args = parser(prog).parse_args(argv)
-    try:
-        shown = explanation(args)
-        ranks = shown["ranks"] if args.rank is None else [shown["ranks"][checked_ranks(args.cp_size, args.rank)[1]]]
-    except ContractError as error:
-        print(f"{prog.removeprefix('python -m ')} explain: error: {error}", file=sys.stderr)
-        return 2
+def run(args: argparse.Namespace) -> int:
+    """Print the explanation and return the exit code."""
+    shown = explanation(args)
+    ranks = shown["ranks"] if args.rank is None else [shown["ranks"][checked_ranks(args.cp_size, args.rank)[1]]]
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # not every terminal has the sign for what is left out
+    print(json.dumps(shown | {"ranks": ranks}) if args.json else table(shown, ranks), flush=True)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code, 2 for a call that breaks a contract."""
+    top = argparse.ArgumentParser(
+        prog="python -m dsacp_ref", description="The definition of context-parallel sparse attention."
+    )
+    explain = top.add_subparsers(required=True, metavar="command").add_parser(
+        "explain",
+        help="show who owns which token, and the operator rows of every rank",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_arguments(explain)
+    args = top.parse_args(argv)
     try:
-        print(json.dumps(shown | {"ranks": ranks}) if args.json else table(shown, ranks), flush=True)
+        return run(args)
+    except ContractError as error:
+        print(f"dsacp_ref explain: error: {error}", file=sys.stderr)
+        return 2
     except BrokenPipeError:
         # The reader has seen enough; what is still buffered must not fail again when the interpreter closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    return 0
 
 
 if __name__ == "__main__":

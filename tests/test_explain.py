@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dsacp_npu.__main__ import main as dsacp_npu_main
 from dsacp_ref.__main__ import RULE_WORDS, WIDTH, cut, main
 from dsacp_ref.config import SPLITS
 from dsacp_ref.extents import build_cp_local_metadata, local_extents, token_positions
@@ -394,8 +395,13 @@ def test_what_argparse_refuses(options: str, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().err.startswith("usage: python -m dsacp_ref")
 
 
-def test_another_program_may_lend_its_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "--query-lens", "3", "--cp-size", "0"], prog="python -m dsacp_npu") == 2
+def test_it_is_a_command_of_the_mirror_too(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "explain --query-lens 3 --cp-size 2".split()
+    assert main(words) == 0
+    here = capsys.readouterr().out
+    assert dsacp_npu_main(words) == 0
+    assert capsys.readouterr().out == here
+    assert dsacp_npu_main("explain --query-lens 3 --cp-size 0".split()) == 2
     assert capsys.readouterr().err.startswith("dsacp_npu explain: error: cp_size")
 
 

@@ -1,0 +1,109 @@
+"""The caches of a `parity` scenario: copied between steps as an engine does, guarded during steps.
+
+During a step everything that belongs to other requests, blocks and state alike, is NaN: it can be neither read nor
+written unnoticed. After the step it is put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from dsacp_npu.commands.parity_compare import MismatchError
+from dsacp_npu.commands.parity_scenarios import BLOCK_SIZE, CMP_BLOCK_SIZE, Scenario, Step
+from dsacp_ref.compressor import CompressorState
+from dsacp_ref.layer import LayerCache, LayerWeights, empty_cache
+
+
+def mapped(function: Callable[..., Any], *records: Any) -> Any:
+    """The record of what a function makes of every array in it, nested records included."""
+    if hasattr(records[0], "_fields"):
+        return type(records[0])(*(mapped(function, *parts) for parts in zip(*records, strict=True)))
+    return function(*records)
+
+
+def with_dtype(record: Any, dtype: type) -> Any:
+    """The record with its floats in this precision; integers and None stay."""
+    return mapped(
+        lambda part: part.astype(dtype) if getattr(part, "dtype", None) in (np.float32, np.float64) else part, record
+    )
+
+
+def fresh_cache(scenario: Scenario, weights: LayerWeights) -> LayerCache:
+    """A cache that holds nothing: NaN everywhere."""
+    empty = empty_cache(
+        weights,
+        num_blocks=scenario.num_blocks,
+        block_size=BLOCK_SIZE,
+        num_cmp_blocks=scenario.num_cmp_blocks,
+        cmp_block_size=CMP_BLOCK_SIZE,
+        num_slots=scenario.num_slots,
+    )
+    return guarded(empty, mapped(lambda part: np.ones(len(part), np.bool_), empty))
+
+
+def foreign(step: Step, cache: LayerCache, ratio: int) -> Any:
+    """A cache record of masks, one for each array: the blocks and state slots that no request of the step may touch."""
+    batch = step.batch
+    blocks, cmp_blocks = (np.ones(len(part), np.bool_) for part in (cache.swa_cache, cache.cmp_cache))
+    slots = np.ones(len(cache.cmp_state.num_tokens), np.bool_)
+    slots[batch.state_indices] = False
+    for row, seq_len in enumerate(batch.seq_lens.tolist()):
+        blocks[batch.swa_block_table[row, : -(-seq_len // BLOCK_SIZE)]] = False
+        if ratio > 1:
+            cmp_blocks[batch.cmp_block_table[row, : -(-(seq_len // ratio) // CMP_BLOCK_SIZE)]] = False
+    per_slot: Any = slots
+    rings: Any = CompressorState(per_slot, per_slot, per_slot, per_slot)
+    masks: list[Any] = [blocks, cmp_blocks, cmp_blocks[: len(cache.index_cache)], rings, rings]
+    return LayerCache(*masks)
+
+
+def guarded(cache: LayerCache, masks: Any) -> LayerCache:
+    """The cache with NaN where the masks say so; counts stay."""
+
+    def hidden(part: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        part = part.copy()
+        if part.dtype.kind == "f":
+            part[mask] = np.nan
+        return part
+
+    guarded: LayerCache = mapped(hidden, cache, masks)
+    return guarded
+
+
+def unguarded(after: LayerCache, before: LayerCache, masks: Any) -> LayerCache:
+    """The cache after a step with what was hidden put back, once it is found untouched."""
+
+    def restored(part: np.ndarray, old: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        untouched = np.isnan(part[mask]) if part.dtype.kind == "f" else part[mask] == old[mask]
+        if not untouched.all():
+            raise MismatchError("the step wrote into blocks or state of other requests")
+        part = part.copy()
+        part[mask] = old[mask]
+        return part
+
+    restored_cache: LayerCache = mapped(restored, after, before, masks)
+    return restored_cache
+
+
+def with_block_copies(cache: LayerCache, step: Step) -> LayerCache:
+    """The cache before the step: forks have copied the blocks that their prefix ends in."""
+    parts = {"swa": ["swa_cache"], "cmp": ["cmp_cache", "index_cache"]}
+    cache = mapped(np.copy, cache)
+    for kind, source, target in step.block_copies:
+        for name in parts[kind]:
+            part = getattr(cache, name)
+            if len(part):
+                part[target] = part[source]
+    return cache
+
+
+def with_state_copies(cache: LayerCache, step: Step) -> LayerCache:
+    """The cache after the step: forks have copied their parent's state."""
+    cache = mapped(np.copy, cache)
+    for source, target in step.state_copies:
+        for part in (*cache.cmp_state, *cache.index_state):
+            part[target] = part[source]
+    return cache

@@ -1,0 +1,212 @@
+"""What `parity` prints: progress on stderr, tables and a summary on stdout; colours on a terminal only."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import textwrap
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from platform import python_version
+from typing import TypeVar
+
+import numpy as np
+
+from dsacp_npu.commands.parity_cells import SPLITS, Cell
+from dsacp_npu.commands.parity_compare import THEIRS_LIMIT
+from dsacp_npu.commands.parity_geometry import GeometryResult
+from dsacp_npu.commands.parity_results import FAIL, OK, REFUSED, CellResult, DeviceResult
+from dsacp_npu.commands.parity_trace import DrawnStep, divisor_of, scaled_lengths
+
+try:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+except ImportError as error:
+    raise ImportError("parity prints with rich; pip install rich") from error
+
+Item = TypeVar("Item")
+
+WIDTH = 140  # columns of running text
+LINE_EVERY = 10.0  # seconds between progress lines where there is no terminal
+
+CELL_LEGEND = f"""\
+error   largest difference from one device in float64, over its largest value
+budget  share of what float32 may lose: twice what one device in float32 loses, and two ulps
+theirs  largest difference from transformers, {THEIRS_LIMIT} allowed
+swaps   rows that chose other entries, of scores that float32 cannot tell apart"""
+
+DEVICE_LEGEND = """\
+float32  largest difference of float32 from float64, over the largest value
+theirs   largest difference from transformers where both choose the same entries; given: in all rows, given its choice
+swaps    rows in which float32, and transformers, choose other entries than float64, of scores too close to tell"""
+
+
+STEP_LEGEND = """\
+new, before  tokens in the step and before it; of its requests, decoding have their prompt already
+divided      every length is divided by this for the layer, which takes what stands under tokens; geometry takes all"""
+
+GEOMETRY_LEGEND = """\
+attended  keys that the busiest of so many ranks attends to, over the mean of the ranks: mean and worst step
+scored    likewise, index keys that it scores (V4-Flash, ratio 4)
+result    each token owned once, restored in order, at its true position; contiguous as the proposal has it"""
+
+
+def followed(items: Iterable[Item], total: int, what: str) -> Iterator[Item]:
+    """The items, with a bar on stderr while they come, or a line now and then where that is no terminal."""
+    if sys.stderr.isatty():
+        parts = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        with Progress(*parts, console=Console(stderr=True), transient=True) as progress:
+            yield from progress.track(items, total=total)
+        return
+    start = said = time.monotonic()
+    for count, item in enumerate(items, 1):
+        now = time.monotonic()
+        if now - said >= LINE_EVERY:
+            said = now
+            print(f"{what}: {count} of {total}, {now - start:.0f} s", file=sys.stderr, flush=True)
+        yield item
+
+
+def show(title: str, legend: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """One table; a column is right-aligned when its name ends in a colon, which is not shown."""
+    names = tuple(name.rstrip(":") for name in columns)
+    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
+    align = [str.rjust if name.endswith(":") else str.ljust for name in columns]
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    print(f"\n{title}\n")
+    for row in (names, *rows):
+        line = "  ".join(side(cell, width) for side, cell, width in zip(align, row, widths, strict=True))
+        style = "bold" if row is names else "bold red" if row[-1] == FAIL else None
+        console.print(line.rstrip(), style=style)
+    print("\n" + "\n".join(f"  {line}" for line in legend.splitlines()))
+
+
+def small(value: float) -> str:
+    """An error in few signs."""
+    return f"{value:.1e}"
+
+
+def show_devices(results: Sequence[DeviceResult]) -> None:
+    """One device against transformers."""
+    columns = "ratio: scenario steps: requests: tokens: float32: swaps: theirs: swaps: given: result".split()
+    rows = [
+        (
+            *(str(part) for part in (r.ratio, r.scenario, r.steps, r.requests, r.tokens)),
+            *(small(r.plain), str(r.swaps), small(r.theirs), str(r.theirs_swaps), small(r.given), r.verdict),
+        )
+        for r in sorted(results, key=lambda r: (r.ratio, r.scenario))
+    ]
+    show("One device against transformers", DEVICE_LEGEND, columns, rows)
+
+
+def show_cells(results: Sequence[CellResult]) -> None:
+    """Ranks against one device and transformers. Refusals are told below, each text once."""
+    texts = list(dict.fromkeys(r.text for r in results if r.verdict == REFUSED))
+    columns = "ratio: ranks: split rows keys output scenario error: budget: theirs: swaps: result".split()
+    rows = []
+    for r in results:
+        numbers = ("", "", "", "")
+        result = r.verdict
+        if r.verdict == REFUSED:
+            result = f"{r.verdict} ({texts.index(r.text) + 1})"
+        elif r.share or r.verdict == OK:
+            share = f"{r.share:.2f}" if r.share < 100 else f"{r.share:.0e}"
+            numbers = small(r.error), share, small(r.theirs), str(r.swaps)
+        rows.append((*map(str, r.cell), *numbers, result))
+    show("Ranks against one device and against transformers", CELL_LEGEND, columns, rows)
+    if texts:
+        print("\n  refused, as they have to be:")
+        for number, text in enumerate(texts, 1):
+            print(textwrap.fill(text, WIDTH, initial_indent=f"  ({number}) ", subsequent_indent="      "))
+
+
+def show_steps(steps: Sequence[DrawnStep]) -> None:
+    """The steps drawn from a trace: real lengths, and what is left of them for the layer."""
+    columns = "step requests: decoding: new: before: longest: divided: tokens:".split()
+    rows = []
+    for step in steps:
+        computed, new = (sum(getattr(share, name) for share in step.shares) for name in ("computed", "new"))
+        longest = max(share.computed + share.new for share in step.shares)
+        decoding = sum(share.new == 1 and share.computed > 0 for share in step.shares)
+        scaled = sum(map(sum, scaled_lengths(step, divisor_of(step)).values()))
+        counts = (len(step.shares), decoding, new, computed, longest, divisor_of(step), scaled)
+        rows.append((step.name, *map(str, counts)))
+    show("Steps drawn from the trace", STEP_LEGEND, columns, rows)
+
+
+def show_geometry(results: Sequence[GeometryResult]) -> None:
+    """Every split at real lengths: right or not, and how even the work is, over the steps."""
+    sizes = sorted({r.ranks for r in results} - {1})
+    works = [(work, size) for work in ("attended", "scored") for size in sizes]
+    columns = ["split", *(f"{work} {size}:" if size == sizes[0] else f"{size}:" for work, size in works), "result"]
+    rows = []
+    for split in SPLITS:
+        mine = [r for r in results if r.split == split]
+        uneven = [[getattr(r, work) for r in mine if r.ranks == size] for work, size in works]
+        verdict = FAIL if any(r.text for r in mine) else OK
+        rows.append((split, *(f"{np.mean(ratios):.2f} {max(ratios):.2f}" for ratios in uneven), verdict))
+    show("Every split at real lengths, over 2 ranks and more", GEOMETRY_LEGEND, columns, rows)
+
+
+MOST_TOLD = 20  # failures told in full
+
+
+def show_summary(
+    geometries: Sequence[GeometryResult],
+    devices: Sequence[DeviceResult],
+    cells: Sequence[CellResult],
+    repeat: str,
+    seed: int,
+) -> int:
+    """The failures, each with the line that repeats it, then the sums. Returns the number of failures."""
+    failures = [(f"{r.step}, {r.split} over {r.ranks} ranks: {r.text}", repeating(r)) for r in geometries if r.text]
+    failures += [(f"{r.scenario}, ratio {r.ratio}: {r.text}", repeating(r)) for r in devices if r.verdict == FAIL]
+    failures += [(f"{r.text}", r.cell) for r in cells if r.verdict == FAIL]
+    if failures:
+        print(f"\nFailures: {len(failures)}" + f", the first {MOST_TOLD}:" * (len(failures) > MOST_TOLD) + "\n")
+    for text, cell in failures[:MOST_TOLD]:
+        print(f"  {' '.join(text.split())}\n    {repeat} --cell {shlex.quote(str(cell))} --seed {seed}")
+
+    passed, refused = ([r for r in cells if r.verdict == verdict] for verdict in (OK, REFUSED))
+    failed = len(cells) - len(passed) - len(refused)
+    print(f"\nSummary (seed {seed})\n")
+    if geometries:
+        wrong = sum(bool(r.text) for r in geometries)
+        print(f"  geometry      {len(geometries) - wrong} splits of a step right, {wrong} wrong")
+    print(f"  cells         {len(passed)} ok, {len(refused)} refused as they have to be, {failed} failed")
+    told = [r for r in cells if r.share]
+    if told:
+        worst = max(told, key=lambda r: r.share)
+        print(f"  one device    worst {small(worst.error)}, {worst.share:.3g} of the budget, {worst.place}")
+        print(f"{'':16}{worst.cell}")
+        worst = max(told, key=lambda r: r.theirs)
+        print(f"  transformers  worst {small(worst.theirs)}, {THEIRS_LIMIT} allowed, {worst.theirs_place}")
+        print(f"{'':16}{worst.cell}")
+    print(f"  selections    {sum(r.swaps for r in cells)} rows swapped entries of scores too close to tell")
+    return len(failures)
+
+
+def repeating(result: GeometryResult | DeviceResult) -> Cell:
+    """A cell that may run, and whose call repeats this result too."""
+    if isinstance(result, GeometryResult):
+        return Cell(1, result.ranks, result.split, "full", "replicate", "replicated_weight", result.step)
+    return Cell(result.ratio, 1, "contiguous", "full", "replicate", "replicated_weight", result.scenario)
+
+
+def versions() -> str:
+    """What ran."""
+    words = [f"python {python_version()}"]
+    for package in ("dsacp", "numpy", "torch", "transformers"):
+        try:
+            words.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            words.append(f"{package} not installed")
+    return ", ".join(words)
