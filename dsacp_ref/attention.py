@@ -37,7 +37,7 @@ __all__ = [
 
 QUERY_BLOCK = 32  # queries of one dense block
 KEY_BLOCK = 1024  # keys of one dense block
-GATHERED_NUMBERS = 1 << 22  # numbers gathered at a time
+GATHERED_NUMBERS = 1 << 19  # numbers gathered at a time: they stay in the cache until they are used
 
 
 class AttentionOutput(NamedTuple):
@@ -110,34 +110,44 @@ def gathered_from(
         # A key that is not there must not even meet a zero weight: 0 * NaN is NaN.
         if absent.any():
             rows[absent] = 0
-        out[part], lse[part] = softmax_rows(q[part], rows, absent, softmax_scale)
-        if attn_sink is not None:  # block by block: the output is never held twice
-            out[part] = apply_sink(out[part], lse[part], attn_sink)
+        lse[part] = softmax_rows(q[part], rows, absent, attn_sink, softmax_scale, out[part])
     return AttentionOutput(out, lse)
 
 
-def softmax_rows(q: Float, rows: Float, absent: NDArray[np.bool_], softmax_scale: float) -> tuple[Float, Float]:
-    """Attention of queries [t, H, D] over rows [t, n, D] of their own, or [n, D] in common."""
-    if rows.ndim == 2:
-        logits = (q.reshape(-1, q.shape[2]) @ rows.T).reshape(*q.shape[:2], len(rows))
+def softmax_rows(
+    q: Float, rows: Float, absent: NDArray[np.bool_], attn_sink: Float | None, softmax_scale: float, out: Float
+) -> Float:
+    """Attention of queries [t, H, D] over rows [t, n, D] of their own, or [n, D] in common: into ``out``; the lse."""
+    in_common = rows.ndim == 2
+    if in_common:
+        logits, keys = (q.reshape(-1, q.shape[2]) @ rows.T).reshape(*q.shape[:2], len(rows)), 2
     else:
-        # One product a query: a stacked product with a transposed operand would not go through BLAS.
-        logits = np.empty((*q.shape[:2], rows.shape[1]), q.dtype)
+        # One product a query: a stacked product with a transposed operand would not go through BLAS. Keys by heads,
+        # because BLAS prefers the long side first.
+        logits, keys = np.empty((len(q), rows.shape[1], q.shape[1]), q.dtype), 1
         for one_query, own_rows, own_logits in zip(q, rows, logits, strict=True):
-            np.matmul(one_query, own_rows.T, out=own_logits)
+            np.matmul(own_rows, one_query.T, out=own_logits)
     logits *= q.dtype.type(softmax_scale)
     if absent.any():
-        np.copyto(logits, -np.inf, where=absent[:, None, :])
-    highest = logits.max(axis=2, keepdims=True)
+        np.copyto(logits, -np.inf, where=np.expand_dims(absent, 3 - keys))
+    highest = logits.max(axis=keys, keepdims=True)
     # Where nothing is visible the maximum is -inf; 0 in its place keeps -inf - -inf away.
     logits -= np.where(highest == -np.inf, q.dtype.type(0), highest)
     np.exp(logits, out=logits)
-    total = logits.sum(axis=2, keepdims=True)
-    out = (logits.reshape(-1, len(rows)) @ rows).reshape(q.shape) if rows.ndim == 2 else logits @ rows
-    out /= np.where(total > 0, total, q.dtype.type(1))
+    total = logits.sum(axis=keys, keepdims=True)
     with np.errstate(divide="ignore"):
-        lse = (highest + np.log(total))[..., 0]
-    return out, lse
+        lse: Float = (highest + np.log(total)).reshape(q.shape[:2])
+    # The probabilities take the normalisation and the sink: they are fewer numbers than the output.
+    share = 1 / np.where(total > 0, total, q.dtype.type(1))
+    if attn_sink is not None:
+        share *= share_beside_sink(lse, attn_sink).reshape(share.shape)
+    logits *= share
+    if in_common:
+        np.matmul(logits.reshape(-1, len(rows)), rows, out=out.reshape(-1, q.shape[2]))
+    else:
+        for own_logits, own_rows, own_out in zip(logits, rows, out, strict=True):
+            np.matmul(own_logits.T, own_rows, out=own_out)
+    return lse
 
 
 def checked_queries(q: Float, softmax_scale: float) -> tuple[int, int, int]:
@@ -410,9 +420,14 @@ def dense_attention(
                     # The window joins the first entries: most layers then need one product and no merge.
                     keys = entry_rows if lowest else np.concatenate([keys, entry_rows])
                     hidden = hidden_entries if lowest else np.concatenate([hidden, hidden_entries], axis=1)
-                partials.append(block_attention(q[block], keys, hidden, softmax_scale))
-            block_out, lse[block] = partials[0] if len(partials) == 1 else merged(partials)
-            out[block] = apply_sink(block_out, lse[block], attn_sink)
+                if num_visible[last] <= KEY_BLOCK:
+                    lse[block] = block_attention(q[block], keys, hidden, attn_sink, softmax_scale, out[block])
+                else:
+                    part = np.empty_like(out[block])
+                    partials.append((part, block_attention(q[block], keys, hidden, None, softmax_scale, part)))
+            if partials:
+                merged, lse[block] = merge_partials(*map(np.stack, zip(*partials, strict=True)))
+                out[block] = apply_sink(merged, lse[block], attn_sink)
     return AttentionOutput(out, lse)
 
 
@@ -423,18 +438,16 @@ def logical_rows(cache: Float, block_table: Int32, row: int, logical: Int32) -> 
     )
 
 
-def block_attention(q: Float, keys: Float, hidden: NDArray[np.bool_], softmax_scale: float) -> AttentionOutput:
-    """Attention of a block of queries over keys they have in common, some hidden from some queries."""
+def block_attention(
+    q: Float, keys: Float, hidden: NDArray[np.bool_], attn_sink: Float | None, softmax_scale: float, out: Float
+) -> Float:
+    """Attention of a block of queries over keys they have in common, some hidden from some: into ``out``; the lse."""
     if hidden.any() and not np.isfinite(keys).all():
         # A hidden NaN would reach every query of the block as 0 * NaN; each query by itself meets only what it sees.
         picked = np.where(hidden, np.int32(-1), np.arange(len(keys), dtype=np.int32))
-        return gathered_from([keys], [picked], q, None, softmax_scale)
-    return AttentionOutput(*softmax_rows(q, keys, hidden, softmax_scale))
-
-
-def merged(partials: list[AttentionOutput]) -> AttentionOutput:
-    """Partial results of the same queries as one."""
-    return merge_partials(np.stack([part.out for part in partials]), np.stack([part.lse for part in partials]))
+        out[:], lse = gathered_from([keys], [picked], q, attn_sink, softmax_scale)
+        return lse
+    return softmax_rows(q, keys, hidden, attn_sink, softmax_scale, out)
 
 
 def merge_partials(outs: Float, lses: Float) -> AttentionOutput:
@@ -497,10 +510,14 @@ def apply_sink(out: Float, lse: Float, attn_sink: Float) -> Float:
     check_array("out", out, FLOATS, ("num_queries", "num_heads", "head_dim"))
     check_array("lse", lse, (str(out.dtype),), out.shape[:2], "one number a query and head")
     check_array("attn_sink", attn_sink, FLOATS, (out.shape[1],), "one sink a query head; slice it with the heads")
-    sink = attn_sink.astype(out.dtype)
+    # What lies where no key is visible is not looked at: it may be NaN.
+    return np.where((lse == -np.inf)[..., None], out.dtype.type(0), out * share_beside_sink(lse, attn_sink)[..., None])
+
+
+def share_beside_sink(lse: Float, attn_sink: Float) -> Float:
+    """What the sink leaves of the output: ``1 / (1 + exp(sink - lse))``."""
+    sink = attn_sink.astype(lse.dtype)
     with np.errstate(over="ignore", invalid="ignore"):
         share = 1 / (1 + np.exp(sink - lse))
-    share = np.where(lse == -np.inf, out.dtype.type(0), np.where(sink == -np.inf, out.dtype.type(1), share))
-    # What a part without keys holds is nobody's: 0 * NaN is NaN.
-    with_sink: Float = np.where((lse == -np.inf)[..., None], out.dtype.type(0), out * share[..., None])
-    return with_sink
+    # -inf - -inf is nothing to compute with: no key, no output; else no sink, nothing taken.
+    return np.where(lse == -np.inf, lse.dtype.type(0), np.where(sink == -np.inf, lse.dtype.type(1), share))

@@ -41,6 +41,7 @@ __all__ = [
 
 QUERY_BLOCK = 32  # queries scored at a time
 KEY_BLOCK = 1024  # keys scored at a time: all heads of one block of both fit the cache
+KEY_TILE = 64  # a multiple of what any BLAS kernel takes at once, as QUERY_BLOCK times the heads is
 
 
 class IndexerWeights(NamedTuple):
@@ -195,22 +196,31 @@ def index_scores(index_q: Float, index_weights: Float, index_keys: Float) -> Flo
     check_array("index_weights", index_weights, dtype, index_q.shape[:2], "one weight a head")
     check_array("index_keys", index_keys, dtype, ("num_keys", index_q.shape[2]), "as wide as the queries")
     num_tokens, num_heads, d = index_q.shape
-    scores = np.zeros((num_tokens, len(index_keys)), index_q.dtype)
-    # A matrix product may add up the channels in another order at its edges, so that equal keys score differently in
-    # the last bit and a row's choice depends on its neighbours. Here every score is the same sum wherever it stands.
-    index_q, index_keys = np.ascontiguousarray(index_q), np.ascontiguousarray(index_keys)
+    num_keys = len(index_keys)
+    scores = np.empty((num_tokens, num_keys), index_q.dtype)
+    # Equal keys must score equally wherever they stand, or a row's choice depends on its neighbours. A matrix product
+    # adds up in another order at its ragged edges, so it only gets whole tiles, filled up with zeros.
+    tiled_keys = padded_rows(index_keys, -(-num_keys // KEY_TILE) * KEY_TILE)
     for start in range(0, num_tokens, QUERY_BLOCK):
-        queries = slice(start, start + QUERY_BLOCK)
-        q = index_q[queries].reshape(-1, d)
-        weights = index_weights[queries]
-        for first in range(0, len(index_keys), KEY_BLOCK):
-            keys = slice(first, first + KEY_BLOCK)
-            hits = np.einsum("qd,kd->qk", q, index_keys[keys])
+        queries = slice(start, min(start + QUERY_BLOCK, num_tokens))
+        count = queries.stop - start
+        q = padded_rows(index_q[queries], QUERY_BLOCK).reshape(-1, d)
+        weights = padded_rows(index_weights[queries], QUERY_BLOCK)
+        for first in range(0, num_keys, KEY_BLOCK):
+            hits = q @ tiled_keys[first : first + KEY_BLOCK].T
             np.maximum(hits, 0, out=hits)
-            by_head = hits.reshape(len(weights), num_heads, -1)
-            for head in range(num_heads):
-                scores[queries, keys] += weights[:, head, None] * by_head[:, head]
+            block = np.einsum("th,thk->tk", weights, hits.reshape(QUERY_BLOCK, num_heads, -1))
+            scores[queries, first : first + KEY_BLOCK] = block[:count, : num_keys - first]
     return scores
+
+
+def padded_rows(rows: Float, count: int) -> Float:
+    """The rows, contiguous, followed by zero rows up to a count."""
+    if len(rows) == count:
+        return np.ascontiguousarray(rows)
+    padded = np.zeros((count, *rows.shape[1:]), rows.dtype)
+    padded[: len(rows)] = rows
+    return padded
 
 
 def selected_entries(scores: Float, num_visible: Int32, index_topk: int) -> Int32:

@@ -1,0 +1,225 @@
+"""Benchmarks: rates of the reference against the same run's matrix multiply, its memory, and metadata times.
+
+Numbers of one run belong together: a machine's speed drifts, so every rate stands beside a float32 matrix multiply timed
+just before and after it, and ratios are what to quote. Needs numpy only. Nothing here is a test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import time
+import tracemalloc
+from collections.abc import Callable
+from statistics import median
+
+import numpy as np
+
+from dsacp_ref import attention, extents, indexer
+from dsacp_ref.spec import check_int
+
+# One V4-Flash layer.
+HEADS, HEAD_DIM, WINDOW = 64, 512, 128
+INDEX_HEADS, INDEX_DIM, TOPK = 64, 128, 512
+BLOCK = 128  # rows a block of every cache
+SCALE = HEAD_DIM**-0.5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's flags."""
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens of the prompt (default 8192)")
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each rate; the median counts (default 3)")
+    parser.add_argument("--only", choices=sorted(SECTIONS), action="append", help="sections to run (default all)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the tables."""
+    tokens = check_int("--tokens", args.tokens, BLOCK)
+    repeats = check_int("--repeats", args.repeats, 1)
+    print(f"numpy {np.__version__}, Python {platform.python_version()}, {platform.machine()}; random float32 data")
+    for name in args.only or SECTIONS:
+        print()
+        SECTIONS[name](tokens, repeats)
+    return 0
+
+
+# --- a prompt's tensors ---
+
+
+def normal(*shape: int) -> extents.Float:
+    """Random float32 of this shape, the same in every run."""
+    return np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
+
+
+def cache_of(rows: int, width: int) -> tuple[extents.Float, extents.Int32]:
+    """A cache of as many rows in shuffled blocks, and the one-request table that orders them."""
+    blocks = -(-rows // BLOCK)
+    order = np.random.default_rng(1).permutation(blocks).astype(np.int32)
+    return normal(blocks, BLOCK, width), order[None]
+
+
+def lengths(tokens: int) -> tuple[extents.Int32, extents.Int32]:
+    """Offsets and extent of one prompt without a prefix."""
+    return np.array([0, tokens], np.int32), np.array([tokens], np.int32)
+
+
+# --- timing ---
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """Wall time of one call."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def matmul_rate() -> float:
+    """FLOP per second of a float32 matrix multiply, now."""
+    size = 2048
+    a = normal(size, size)
+    return 2 * size**3 / median(seconds(lambda: a @ a) for _ in range(3))
+
+
+def timed(call: Callable[[], object], repeats: int) -> tuple[float, float]:
+    """Median seconds of a call, and the median rate of the matrix multiplies around its runs."""
+    times, rates = [], [matmul_rate()]
+    for _ in range(repeats):
+        times.append(seconds(call))
+        rates.append(matmul_rate())
+    return median(times), median(rates)
+
+
+def microseconds(call: Callable[[], object]) -> float:
+    """Median time of a short call over batches of calls."""
+    call()
+    batch = 200
+    return median(seconds(lambda: [call() for _ in range(batch)]) for _ in range(15)) / batch * 1e6
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """Most memory that a call holds beyond what is there already, its result included."""
+    tracemalloc.start()
+    call()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
+
+
+# --- sections ---
+
+
+def ratio_4_core(tokens: int) -> Callable[[], attention.AttentionOutput]:
+    """Index scores, top-k and attention of one ratio-4 layer."""
+    q = normal(tokens, HEADS, HEAD_DIM)
+    index_q, index_weights = normal(tokens, INDEX_HEADS, INDEX_DIM), normal(tokens, INDEX_HEADS)
+    swa_cache, swa_table = cache_of(tokens, HEAD_DIM)
+    cmp_cache, cmp_table = cache_of(tokens // 4, HEAD_DIM)
+    index_cache = normal(*cmp_cache.shape[:2], INDEX_DIM)
+    loc, used = lengths(tokens)
+    sink = np.zeros(HEADS, np.float32)
+
+    def call() -> attention.AttentionOutput:
+        chosen = indexer.lightning_indexer(
+            index_q, index_weights, index_cache, cmp_table, loc, used, compress_ratio=4, index_topk=TOPK
+        )
+        return attention.selected_attention(
+            q,
+            swa_cache,
+            swa_table,
+            cmp_cache,
+            cmp_table,
+            chosen,
+            loc,
+            used,
+            sink,
+            compress_ratio=4,
+            window_size=WINDOW,
+            softmax_scale=SCALE,
+        )
+
+    return call
+
+
+def core_flops(tokens: int) -> int:
+    """Products of scores, logits and values that the causal rule leaves, two FLOP each."""
+    positions = np.arange(tokens, dtype=np.int64)
+    visible = (positions + 1) // 4
+    keys = np.minimum(positions + 1, WINDOW) + np.minimum(visible, TOPK)
+    return int(4 * HEADS * HEAD_DIM * keys.sum() + 2 * INDEX_HEADS * INDEX_DIM * visible.sum())
+
+
+def core(tokens: int, repeats: int) -> None:
+    """The ratio-4 layer: rate against the matrix multiply, and memory at two lengths."""
+    took, matmul = timed(ratio_4_core(tokens), repeats)
+    rate = core_flops(tokens) / took
+    print(
+        f"ratio-4 layer, attention + indexer + top-k, {tokens} tokens, {HEADS} heads, {core_flops(tokens) / 1e12:.2f} TFLOP"
+    )
+    print(
+        f"  {took:8.2f} s  {rate / 1e9:7.1f} GFLOP/s  {100 * rate / matmul:5.1f} % of matmul ({matmul / 1e9:.1f} GFLOP/s)"
+    )
+    for count in (tokens // 4, tokens):
+        peak, output = peak_bytes(ratio_4_core(count)), count * HEADS * (HEAD_DIM + 1) * 4
+        print(f"  {count:6d} tokens: {peak / 1e6:7.0f} MB extra, of them {output / 1e6:.0f} MB result")
+
+
+def dense(tokens: int, repeats: int) -> None:
+    """Window-only and ratio-128 layers: dense blocks against their own gather form."""
+    q, sink = normal(tokens, HEADS, HEAD_DIM), np.zeros(HEADS, np.float32)
+    swa_cache, swa_table = cache_of(tokens, HEAD_DIM)
+    cmp_cache, cmp_table = cache_of(max(1, tokens // 128), HEAD_DIM)
+    loc, used = lengths(tokens)
+    positions = np.arange(tokens, dtype=np.int32)
+    window = positions[:, None] - np.arange(WINDOW - 1, -1, -1, dtype=np.int32)
+    entries = np.broadcast_to(np.arange(tokens // 128, dtype=np.int32), (tokens, tokens // 128))
+    entries = np.where(entries < (positions[:, None] + 1) // 128, entries + np.int32(tokens), np.int32(-1))
+    raw = swa_cache[swa_table[0]].reshape(-1, HEAD_DIM)[:tokens]
+    packed = np.concatenate([raw, cmp_cache[cmp_table[0]].reshape(-1, HEAD_DIM)])
+    options = {"window_size": WINDOW, "softmax_scale": SCALE}
+    forms = {
+        "window-only": (
+            lambda: attention.window_attention(q, swa_cache, swa_table, loc, used, sink, **options),
+            np.maximum(window, -1),
+        ),
+        "ratio-128": (
+            lambda: attention.all_entries_attention(
+                q, swa_cache, swa_table, cmp_cache, cmp_table, loc, used, sink, compress_ratio=128, **options
+            ),
+            np.concatenate([np.maximum(window, -1), entries], axis=1),
+        ),
+    }
+    print(f"dense blocks against the gather form, {tokens} tokens, {HEADS} heads")
+    for name, (blocks, indices) in forms.items():
+        flops = 4 * HEADS * HEAD_DIM * int((indices >= 0).sum())
+
+        def gather(indices: extents.Int32 = indices) -> attention.AttentionOutput:
+            out, lse = attention.gathered_attention(q, packed, indices, softmax_scale=SCALE)
+            return attention.AttentionOutput(attention.apply_sink(out, lse, sink), lse)
+
+        pairs = [(timed(blocks, 1), timed(gather, 1)) for _ in range(repeats)]
+        ratio = median(slow[0] / fast[0] for fast, slow in pairs)
+        took = median(fast[0] for fast, _ in pairs)
+        share = 100 * median(flops / fast[0] / fast[1] for fast, _ in pairs)
+        print(f"  {name:12s} {took:6.2f} s  {share:5.1f} % of matmul  {ratio:5.2f} x the gather form")
+
+
+def metadata(tokens: int, repeats: int) -> None:
+    """Lengths and extents of one rank of 8, checks included; no RoPE rows."""
+    del tokens, repeats  # short calls have their own sizes and counts
+    print("metadata of rank 3 of 8, us per call, checks included")
+    print("  requests  build_cp_local_metadata  contiguous extents  zigzag extents")
+    for num_reqs in (1, 7, 32, 128, 1024):
+        rng = np.random.default_rng(num_reqs)
+        query_lens = rng.integers(0, 40, num_reqs)
+        loc = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+        lens = (query_lens + rng.integers(0, 100, num_reqs)).astype(np.int32)
+
+        def of(function: Callable[..., object], *rest: object, loc=loc, lens=lens, **options: object) -> float:  # type: ignore[no-untyped-def]
+            return microseconds(lambda: function(loc, lens, 8, 3, *rest, **options))
+
+        build = of(extents.build_cp_local_metadata, None, None)
+        contiguous, zigzag = of(extents.local_extents), of(extents.local_extents, split="zigzag")
+        print(f"  {num_reqs:8d}  {build:23.1f}  {contiguous:18.1f}  {zigzag:14.1f}")
+
+
+SECTIONS: dict[str, Callable[[int, int], None]] = {"core": core, "dense": dense, "metadata": metadata}
