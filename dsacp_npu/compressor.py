@@ -26,7 +26,7 @@ from dsacp_npu.extents import check_offsets
 from dsacp_npu.partition import counted, requests_of_tokens
 from dsacp_npu.rope import apply_rope, rope_table
 from dsacp_npu.visibility import pool_row_starts
-from dsacp_ref.spec import INT32_MAX, check_int, check_number, contract_error
+from dsacp_ref.spec import INT32_MAX, check_int, check_number, check_record, contract_error
 
 __all__ = [
     "CompressedEntries",
@@ -124,6 +124,7 @@ def empty_state(weights: CompressorWeights, num_reqs: int, *, num_rows: int | No
 
 def checked_weights(weights: CompressorWeights) -> tuple[int, int]:
     """Projection width and compress ratio, once the four shapes are found to fit."""
+    check_record("weights", weights, CompressorWeights)
     check_floats("wkv", weights.wkv, ("c * d", "hidden"))
     check_floats("wgate", weights.wgate, tuple(weights.wkv.shape), "like wkv")
     width = weights.wkv.shape[0]
@@ -292,6 +293,7 @@ def check_completed(
 
 def check_projected(rows: ProjectedRows) -> int:
     """The number of rows, once both projections are found alike."""
+    check_record("rows", rows, ProjectedRows)
     check_floats("rows.kv", rows.kv, ("num_tokens", "c * d"))
     check_tensor("rows.score", rows.score, (dtype_name(rows.kv),), tuple(rows.kv.shape), "like rows.kv")
     return len(rows.kv)
@@ -311,6 +313,7 @@ def check_state(state: CompressorState, rows: ProjectedRows, norm_weight: Float,
 
 def check_rings(state: CompressorState, rows: ProjectedRows) -> None:
     """Refuse rings that could not take up these rows."""
+    check_record("state", state, CompressorState)
     dtypes, width = (dtype_name(rows.kv),), rows.kv.shape[1]
     check_tensor("state.kv", state.kv, dtypes, ("num_reqs", "num_rows", width), "like rows.kv")
     check_tensor("state.score", state.score, dtypes, tuple(state.kv.shape), "like state.kv")

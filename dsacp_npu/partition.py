@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dsacp_npu._tensors import Int32, check_host, check_tensor, check_torch, first_true, unread, values_known
 from dsacp_ref.config import SPLITS, SplitRule, split_rule
-from dsacp_ref.spec import INT32_MAX, UnsupportedError, check_int, contract_error
+from dsacp_ref.spec import INT32_MAX, UnsupportedError, check_int, check_record, contract_error
 
 __all__ = [
     "SPLITS",
@@ -286,6 +286,7 @@ def inverse_of(token_indices: Int32, num_tokens: int) -> Int32:
 
 def padded_restore_indices(partition: Partition) -> Int32:
     """Mirror of `dsacp_ref.partition.padded_restore_indices`."""
+    check_record("partition", partition, Partition)
     most = max(len(rows) for rows in partition.token_indices)
     padded = torch.cat([filled_up(rows, most) for rows in partition.token_indices])
     return inverse_of(padded, len(partition.restore_indices))
@@ -293,6 +294,7 @@ def padded_restore_indices(partition: Partition) -> Int32:
 
 def local_rows(rows: Tensor, partition: Partition, cp_rank: int) -> Tensor:
     """Mirror of `dsacp_ref.partition.local_rows`."""
+    check_record("partition", partition, Partition)
     _, cp_rank = checked_ranks(len(partition.token_indices), cp_rank)
     check_rows("rows", rows, len(partition.restore_indices), "one row a token of the partition, without padding")
     return spread_rows(rows, partition.token_indices[cp_rank])
@@ -300,6 +302,7 @@ def local_rows(rows: Tensor, partition: Partition, cp_rank: int) -> Tensor:
 
 def restored_rows(gathered: Tensor, partition: Partition) -> Tensor:
     """Mirror of `dsacp_ref.partition.restored_rows`."""
+    check_record("partition", partition, Partition)
     total = sum(len(rows) for rows in partition.token_indices)
     check_rows("gathered", gathered, total, "the ranks' rows end to end, each with its pad rows")
     return gathered[partition.restore_indices.to(gathered.device)]
@@ -307,6 +310,8 @@ def restored_rows(gathered: Tensor, partition: Partition) -> Tensor:
 
 def converted_rows(gathered: Tensor, source: Partition, target: Partition) -> Tensor:
     """Mirror of `dsacp_ref.partition.converted_rows`."""
+    check_record("source", source, Partition)
+    check_record("target", target, Partition)
     tokens = restored_rows(gathered, source)
     if len(target.restore_indices) != len(source.restore_indices):
         raise contract_error(

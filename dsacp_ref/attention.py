@@ -37,7 +37,7 @@ __all__ = [
 
 QUERY_BLOCK = 32  # queries of one dense block
 KEY_BLOCK = 1024  # keys of one dense block
-GATHERED_NUMBERS = 1 << 19  # numbers gathered at a time: they stay in the cache until they are used
+GATHERED_NUMBERS = 1 << 20  # numbers gathered at a time: they stay in the cache until they are used
 
 
 class AttentionOutput(NamedTuple):
@@ -442,10 +442,14 @@ def block_attention(
     q: Float, keys: Float, hidden: NDArray[np.bool_], attn_sink: Float | None, softmax_scale: float, out: Float
 ) -> Float:
     """Attention of a block of queries over keys they have in common, some hidden from some: into ``out``; the lse."""
-    if hidden.any() and not np.isfinite(keys).all():
-        # A hidden NaN would reach every query of the block as 0 * NaN; each query by itself meets only what it sees.
-        picked = np.where(hidden, np.int32(-1), np.arange(len(keys), dtype=np.int32))
-        out[:], lse = gathered_from([keys], [picked], q, attn_sink, softmax_scale)
+    bad = np.logical_not(np.isfinite(keys).all(axis=1))
+    if hidden.any() and bad.any():
+        # A hidden NaN would reach every query of the block as 0 * NaN. Without it the others keep their bits, and those
+        # that do see it are computed by themselves.
+        lse = softmax_rows(q, np.where(bad[:, None], q.dtype.type(0), keys), hidden, attn_sink, softmax_scale, out)
+        seeing = (bad & ~hidden).any(axis=1)
+        picked = np.where(hidden, np.int32(-1), np.arange(len(keys), dtype=np.int32))[seeing]
+        out[seeing], lse[seeing] = gathered_from([keys], [picked], q[seeing], attn_sink, softmax_scale)
         return lse
     return softmax_rows(q, keys, hidden, attn_sink, softmax_scale, out)
 

@@ -23,7 +23,7 @@ import numpy as np
 from dsacp_ref.extents import FLOATS, Float, check_offsets
 from dsacp_ref.partition import Int32, requests_of_tokens
 from dsacp_ref.rope import apply_rope, rope_table
-from dsacp_ref.spec import INT32_MAX, check_array, check_int, check_number, contract_error
+from dsacp_ref.spec import INT32_MAX, check_array, check_int, check_number, check_record, contract_error
 from dsacp_ref.visibility import pool_row_starts
 
 __all__ = [
@@ -212,6 +212,7 @@ def empty_state(weights: CompressorWeights, num_reqs: int, *, num_rows: int | No
 
 def checked_weights(weights: CompressorWeights) -> tuple[int, int]:
     """Projection width and compress ratio, once the four shapes are found to fit."""
+    check_record("weights", weights, CompressorWeights)
     check_array("wkv", weights.wkv, FLOATS, ("c * d", "hidden"))
     check_array("wgate", weights.wgate, FLOATS, weights.wkv.shape, "like wkv")
     width = weights.wkv.shape[0]
@@ -466,6 +467,7 @@ def check_completed(
 
 def check_projected(rows: ProjectedRows) -> int:
     """The number of rows, once both projections are found alike."""
+    check_record("rows", rows, ProjectedRows)
     check_array("rows.kv", rows.kv, FLOATS, ("num_tokens", "c * d"))
     check_array("rows.score", rows.score, (str(rows.kv.dtype),), rows.kv.shape, "like rows.kv")
     return len(rows.kv)
@@ -486,6 +488,7 @@ def check_state(state: CompressorState, rows: ProjectedRows, norm_weight: Float,
 
 def check_rings(state: CompressorState, rows: ProjectedRows) -> None:
     """Refuse rings that could not take up these rows."""
+    check_record("state", state, CompressorState)
     dtype, width = str(rows.kv.dtype), rows.kv.shape[1]
     check_array("state.kv", state.kv, (dtype,), ("num_reqs", "num_rows", width), "like rows.kv")
     check_array("state.score", state.score, (dtype,), state.kv.shape, "like state.kv")
@@ -624,6 +627,7 @@ def rolled_back_state(
     >>> rolled_back_state(state, np.array([4], np.int32), compress_ratio=2, overlap=False).num_tokens.tolist()
     [4]
     """
+    check_record("state", state, CompressorState)
     for name, value in (("state.held_start", state.held_start), ("state.num_tokens", state.num_tokens)):
         check_array(name, value, ("int32",), (len(state.kv),), "one entry per request")
     check_array("num_tokens", num_tokens, ("int32",), state.num_tokens.shape, "one entry per request")

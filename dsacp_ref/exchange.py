@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from dsacp_ref.extents import Float
 from dsacp_ref.partition import Int32, Partition, restored_rows
-from dsacp_ref.spec import check_array, check_int, contract_error
+from dsacp_ref.spec import check_array, check_int, check_record, contract_error
 
 __all__ = [
     "all_gather",
@@ -123,9 +123,10 @@ def all_to_all(blocks: Sequence[Sequence[NDArray[Row]]]) -> list[list[NDArray[Ro
     >>> all_to_all([[np.array([0]), np.array([1])], [np.array([10]), np.array([11])]])[1]
     [array([1]), array([11])]
     """
-    size = len(blocks)
-    check_int("cp_size", size, 1)
+    check_sequence("blocks", blocks)
+    size = check_int("cp_size", len(blocks), 1)
     for rank, row in enumerate(blocks):
+        check_sequence("blocks", row)
         if len(row) != size:
             raise contract_error("blocks", f"hold {size} blocks on every rank", f"{len(row)} on rank {rank}")
         for block in row:
@@ -244,6 +245,7 @@ def requested_rows(shards: Sequence[NDArray[Row]], partition: Partition, wanted:
     [[], [11]]
     """
     check_group(shards, partition)
+    check_sequence("wanted", wanted)
     if len(wanted) != len(shards):
         raise contract_error("wanted", f"hold one list for each of {len(shards)} ranks", len(wanted))
     num_tokens = len(partition.restore_indices)
@@ -271,8 +273,15 @@ def padded(shard: NDArray[Row], rows: int) -> NDArray[Row]:
     return np.concatenate([shard, np.zeros((rows - len(shard), *shard.shape[1:]), shard.dtype)])
 
 
+def check_sequence(name: str, items: object) -> None:
+    """Refuse anything that does not have one item a rank."""
+    if not isinstance(items, list | tuple):
+        raise contract_error(name, "be a list with one item a rank", type(items).__name__)
+
+
 def check_shards(shards: Sequence[NDArray[Row]], *, equal_rows: bool = False) -> None:
     """Refuse shards that no collective could take together."""
+    check_sequence("shards", shards)
     check_int("cp_size", len(shards), 1, hint="one shard a rank")
     for rank, shard in enumerate(shards):
         start = 0 if equal_rows else 1
@@ -290,6 +299,7 @@ def check_shards(shards: Sequence[NDArray[Row]], *, equal_rows: bool = False) ->
 def check_group(shards: Sequence[NDArray[Row]], partition: Partition) -> None:
     """Refuse a group that is not the one the tokens were split over."""
     check_shards(shards)
+    check_record("partition", partition, Partition)
     if len(shards) != len(partition.token_indices):
         raise contract_error(
             "shards",

@@ -24,7 +24,7 @@ from dsacp_ref.extents import FLOATS, Float, check_extents, check_offsets, query
 from dsacp_ref.paging import block_table_rows, gathered_rows, scattered_rows, slot_mapping
 from dsacp_ref.partition import Int32
 from dsacp_ref.rope import apply_rope
-from dsacp_ref.spec import INT32_MAX, check_array, check_int, contract_error
+from dsacp_ref.spec import INT32_MAX, check_array, check_int, check_record, contract_error
 from dsacp_ref.visibility import visible_entries
 
 __all__ = [
@@ -411,6 +411,8 @@ def select_qli(
     >>> IndexSelection._fields[0]
     'topk_indices'
     """
+    check_record("weights", weights, IndexerWeights)
+    check_record("state", state, CompressorState)
     if (compress_x is None) != (compress_cu_seqlens is None):
         raise contract_error(
             "compress_x and compress_cu_seqlens", "be given together", "one of the two", "rows and their own offsets"

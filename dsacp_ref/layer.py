@@ -37,7 +37,15 @@ from dsacp_ref.compressor import (
     updated_state,
 )
 from dsacp_ref.config import AttentionConfig, check_combination
-from dsacp_ref.exchange import all_gather, all_reduce, gathered_in_order, head_shards, reduce_scatter, requested_rows
+from dsacp_ref.exchange import (
+    all_gather,
+    all_reduce,
+    check_sequence,
+    gathered_in_order,
+    head_shards,
+    reduce_scatter,
+    requested_rows,
+)
 from dsacp_ref.extents import (
     FLOATS,
     CPLocalMetadata,
@@ -53,7 +61,7 @@ from dsacp_ref.indexer import IndexerWeights, hadamard, index_head_weights, inde
 from dsacp_ref.paging import block_table_rows, scattered_rows, slot_mapping
 from dsacp_ref.partition import Int32, Partition, inverse_of, partition_tokens, restored_rows
 from dsacp_ref.rope import apply_inverse_rope, apply_rope, rope_frequencies, rope_table, yarn_frequencies
-from dsacp_ref.spec import INT32_MAX, check_array, check_choice, check_int, contract_error
+from dsacp_ref.spec import INT32_MAX, check_array, check_choice, check_int, check_record, contract_error
 from dsacp_ref.visibility import pool_row_starts, window_starts
 
 __all__ = [
@@ -233,6 +241,7 @@ def layer_frequencies(config: AttentionConfig, compress_ratio: int) -> tuple[flo
     >>> layer_frequencies(v4_flash(), 1)[16] == rope_frequencies(10000.0, 64)[16]
     True
     """
+    check_record("config", config, AttentionConfig)
     compress_ratio = check_int("compress_ratio", compress_ratio, 1)
     if compress_ratio == 1:
         return rope_frequencies(config.rope_theta, config.rope_head_dim)
@@ -547,6 +556,7 @@ def empty_cache(
     >>> empty_cache(weights, **sizes).swa_cache.shape
     (3, 4, 2)
     """
+    check_record("weights", weights, LayerWeights)
     num_blocks, num_cmp_blocks = check_int("num_blocks", num_blocks, 0), check_int("num_cmp_blocks", num_cmp_blocks, 0)
     block_size, cmp_block_size = check_int("block_size", block_size, 1), check_int("cmp_block_size", cmp_block_size, 1)
     num_slots, spare_rows = check_int("num_slots", num_slots, 0), check_int("spare_rows", spare_rows, 0)
@@ -573,6 +583,8 @@ def empty_cache(
 
 def check_weights(weights: LayerWeights, config: AttentionConfig, compress_ratio: int) -> None:
     """Refuse weights of another layer kind, or of another model."""
+    check_record("weights", weights, LayerWeights)
+    check_record("config", config, AttentionConfig)
     compress_ratio = check_int("compress_ratio", compress_ratio, 1)
     heads, hidden, groups = config.num_heads, config.hidden_size, config.o_groups
     shapes: dict[str, tuple[int, ...]] = {
@@ -619,6 +631,7 @@ def check_weights(weights: LayerWeights, config: AttentionConfig, compress_ratio
 
 def check_step(x: Float, batch: LayerBatch, cache: LayerCache, weights: LayerWeights, config: AttentionConfig) -> None:
     """Refuse a step whose rows, tables, caches and state slots do not belong together."""
+    check_record("batch", batch, LayerBatch)
     check_batch(batch.query_start_loc, batch.seq_lens)
     num_reqs = len(batch.seq_lens)
     check_array("x", x, FLOATS, ("num_tokens", config.hidden_size), "the block input after its norm")
@@ -639,6 +652,7 @@ def check_step(x: Float, batch: LayerBatch, cache: LayerCache, weights: LayerWei
 
 def check_cache(cache: LayerCache, dtype: tuple[str], weights: LayerWeights, config: AttentionConfig) -> int:
     """The number of state slots, once every part that the layer has is found to fit the others."""
+    check_record("cache", cache, LayerCache)
     check_array("cache.swa_cache", cache.swa_cache, dtype, ("num_blocks", "block_size", config.head_dim))
     check_array("cache.cmp_state.num_tokens", cache.cmp_state.num_tokens, ("int32",), ("num_slots",))
     num_slots = len(cache.cmp_state.num_tokens)
@@ -791,7 +805,9 @@ def head_parallel_layer(
     >>> RanksOutput._fields[0]
     'outputs'
     """
+    check_sequence("caches", caches)
     cp_size = check_int("cp_size", len(caches), 1, hint="one cache a rank")
+    check_record("config", config, AttentionConfig)
     check_combination(
         split="contiguous",
         rows="full",
@@ -897,9 +913,12 @@ def layer_over_ranks(
     >>> RanksOutput._fields[2]
     'caches'
     """
+    check_sequence("inputs", inputs)
+    check_sequence("caches", caches)
     cp_size = check_int("cp_size", len(inputs), 1, hint="one input a rank")
     if len(caches) != cp_size:
         raise contract_error("caches", f"hold one cache for each of {cp_size} ranks", len(caches))
+    check_record("config", config, AttentionConfig)
     check_combination(
         split=split,
         rows=rows,
@@ -911,6 +930,7 @@ def layer_over_ranks(
         o_groups=config.o_groups,
     )
     check_weights(weights, config, compress_ratio)
+    check_record("batch", batch, LayerBatch)
     check_batch(batch.query_start_loc, batch.seq_lens)
     partition = partition_tokens(batch.query_start_loc, cp_size, split=split, num_input_tokens=num_input_tokens)
     num_tokens = len(partition.restore_indices)

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsacp_ref.config import SPLITS, SplitRule, split_rule
-from dsacp_ref.spec import INT32_MAX, check_array, check_int, contract_error
+from dsacp_ref.spec import INT32_MAX, check_array, check_int, check_record, contract_error
 
 __all__ = [
     "SPLITS",
@@ -375,6 +375,7 @@ def padded_restore_indices(partition: Partition) -> Int32:
     >>> padded_restore_indices(partition_tokens(np.array([0, 7], np.int32), 2, split="zigzag")).tolist()
     [0, 1, 4, 5, 6, 7, 2]
     """
+    check_record("partition", partition, Partition)
     most = max(len(rows) for rows in partition.token_indices)
     padded = [np.concatenate([rows, np.full(most - len(rows), -1, np.int32)]) for rows in partition.token_indices]
     return inverse_of(np.concatenate(padded), len(partition.restore_indices))
@@ -400,6 +401,7 @@ def local_rows(rows: NDArray[Row], partition: Partition, cp_rank: int) -> NDArra
     >>> local_rows(np.arange(10, 17), partition, 1).tolist()
     [14, 15, 16, 0]
     """
+    check_record("partition", partition, Partition)
     _, cp_rank = checked_ranks(len(partition.token_indices), cp_rank)
     check_rows("rows", rows, len(partition.restore_indices), "one row a token of the partition, without padding")
     return spread_rows(rows, partition.token_indices[cp_rank])
@@ -424,6 +426,7 @@ def restored_rows(gathered: NDArray[Row], partition: Partition) -> NDArray[Row]:
     >>> restored_rows(np.array([0, 1, 6, 2, 3, 4, 5]), partition).tolist()
     [0, 1, 2, 3, 4, 5, 6]
     """
+    check_record("partition", partition, Partition)
     total = sum(len(rows) for rows in partition.token_indices)
     check_rows("gathered", gathered, total, "the ranks' rows end to end, each with its pad rows")
     return gathered[partition.restore_indices]
@@ -450,6 +453,8 @@ def converted_rows(gathered: NDArray[Row], source: Partition, target: Partition)
     >>> converted_rows(np.array([0, 1, 6, 2, 3, 4, 5]), zigzag, robin).tolist()
     [0, 2, 4, 6, 1, 3, 5, 0]
     """
+    check_record("source", source, Partition)
+    check_record("target", target, Partition)
     tokens = restored_rows(gathered, source)
     if len(target.restore_indices) != len(source.restore_indices):
         raise contract_error(

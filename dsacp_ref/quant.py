@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsacp_ref.extents import FLOATS, Float
-from dsacp_ref.spec import check_array, contract_error
+from dsacp_ref.spec import check_array, check_record, contract_error
 
 __all__ = ["QuantizedVectors", "dequantized_int8", "int8_index_scores", "quantized_int8"]
 
@@ -92,6 +92,7 @@ def dequantized_int8(coded: QuantizedVectors) -> NDArray[np.float32]:
 
 def checked_codes(name: str, coded: QuantizedVectors) -> QuantizedVectors:
     """The codes, once values and scales are found to fit."""
+    check_record(name, coded, QuantizedVectors)
     values, scales = coded
     check_array(f"{name}.values", values, ("int8",), getattr(values, "shape", ()))
     check_array(f"{name}.scales", scales, ("float16",), values.shape[:-1], "one scale a vector")

@@ -19,6 +19,7 @@ __all__ = [
     "check_choice",
     "check_int",
     "check_number",
+    "check_record",
     "contract_error",
     "dtype_name",
 ]
@@ -210,6 +211,25 @@ def check_bool(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise contract_error(name, "be true or false", f"{type(value).__name__} {value!r}")
     return value
+
+
+def check_record(name: str, value: object, kind: type) -> None:
+    """Refuse anything that is not this record.
+
+    Args:
+        name: the argument's name.
+        value: what was given.
+        kind: the record's class.
+
+    Raises:
+        ContractError: another type.
+
+    >>> check_record("batch", None, dict)
+    Traceback (most recent call last):
+    dsacp_ref.spec.ContractError: batch must be a dict, got NoneType
+    """
+    if not isinstance(value, kind):
+        raise contract_error(name, f"be a {kind.__name__}", type(value).__name__)
 
 
 def check_choice(name: str, value: object, choices: Sequence[str], hint: str = "") -> str:

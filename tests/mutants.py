@@ -207,7 +207,7 @@ def no_inverse(patch, config, ratio):
 
 @mutant("no sink", 8.6e-1, 7.8e-1, 7.4e-1)
 def no_sink(patch, config, ratio):
-    wrapped(patch, attention, "apply_sink", lambda _, out, lse, sink: out)
+    wrapped(patch, attention, "share_beside_sink", lambda _, lse, sink: np.ones_like(lse))
 
 
 @mutant("YaRN also on ratio 0", 2.8e-3, None, None)

@@ -1,7 +1,7 @@
 """Benchmarks: rates of the reference against the same run's matrix multiply, its memory, and metadata times.
 
-Numbers of one run belong together: a machine's speed drifts, so every rate stands beside a float32 matrix multiply timed
-just before and after it, and ratios are what to quote. Needs numpy only. Nothing here is a test.
+Numbers of one run belong together: a machine's speed drifts, so every rate stands beside a float32 matrix multiply
+timed just before and after it, and ratios are what to quote. Needs numpy only. Nothing here is a test.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SCALE = HEAD_DIM**-0.5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of the prompt (default 8192)")
-    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each rate; the median counts (default 3)")
+    parser.add_argument("--repeats", type=int, default=5, help="timed runs of each rate; the median counts (default 5)")
     parser.add_argument("--only", choices=sorted(SECTIONS), action="append", help="sections to run (default all)")
 
 
@@ -80,13 +80,20 @@ def matmul_rate() -> float:
     return 2 * size**3 / median(seconds(lambda: a @ a) for _ in range(3))
 
 
-def timed(call: Callable[[], object], repeats: int) -> tuple[float, float]:
-    """Median seconds of a call, and the median rate of the matrix multiplies around its runs."""
-    times, rates = [], [matmul_rate()]
+def rates(call: Callable[[], object], flops: int, repeats: int) -> list[tuple[float, float]]:
+    """Seconds of every run, and its rate as a share of the matrix multiplies just before and after it."""
+    runs, before = [], matmul_rate()
     for _ in range(repeats):
-        times.append(seconds(call))
-        rates.append(matmul_rate())
-    return median(times), median(rates)
+        took, after = seconds(call), matmul_rate()
+        runs.append((took, flops / took / ((before + after) / 2)))
+        before = after
+    return runs
+
+
+def shares(runs: list[tuple[float, float]]) -> str:
+    """Median share of the matrix multiply's rate, and its range."""
+    percent = [100 * share for _, share in runs]
+    return f"{median(percent):5.1f} % of matmul ({min(percent):.0f} to {max(percent):.0f})"
 
 
 def microseconds(call: Callable[[], object]) -> float:
@@ -150,17 +157,13 @@ def core_flops(tokens: int) -> int:
 
 def core(tokens: int, repeats: int) -> None:
     """The ratio-4 layer: rate against the matrix multiply, and memory at two lengths."""
-    took, matmul = timed(ratio_4_core(tokens), repeats)
-    rate = core_flops(tokens) / took
-    print(
-        f"ratio-4 layer, attention + indexer + top-k, {tokens} tokens, {HEADS} heads, {core_flops(tokens) / 1e12:.2f} TFLOP"
-    )
-    print(
-        f"  {took:8.2f} s  {rate / 1e9:7.1f} GFLOP/s  {100 * rate / matmul:5.1f} % of matmul ({matmul / 1e9:.1f} GFLOP/s)"
-    )
+    flops = core_flops(tokens)
+    runs = rates(ratio_4_core(tokens), flops, repeats)
+    print(f"ratio-4 layer: attention, indexer and top-k, {tokens} tokens, {HEADS} heads, {flops / 1e12:.2f} TFLOP")
+    print(f"  {median(took for took, _ in runs):6.2f} s  {shares(runs)}, {matmul_rate() / 1e9:.0f} GFLOP/s")
     for count in (tokens // 4, tokens):
         peak, output = peak_bytes(ratio_4_core(count)), count * HEADS * (HEAD_DIM + 1) * 4
-        print(f"  {count:6d} tokens: {peak / 1e6:7.0f} MB extra, of them {output / 1e6:.0f} MB result")
+        print(f"  {count:6d} tokens: {peak / 1e6:5.0f} MB extra, {output / 1e6:.0f} of them the result")
 
 
 def dense(tokens: int, repeats: int) -> None:
@@ -196,11 +199,13 @@ def dense(tokens: int, repeats: int) -> None:
             out, lse = attention.gathered_attention(q, packed, indices, softmax_scale=SCALE)
             return attention.AttentionOutput(attention.apply_sink(out, lse, sink), lse)
 
-        pairs = [(timed(blocks, 1), timed(gather, 1)) for _ in range(repeats)]
-        ratio = median(slow[0] / fast[0] for fast, slow in pairs)
+        pairs = [(rates(blocks, flops, 1)[0], rates(gather, flops, 1)[0]) for _ in range(repeats)]
+        ratios = [slow[0] / fast[0] for fast, slow in pairs]
         took = median(fast[0] for fast, _ in pairs)
-        share = 100 * median(flops / fast[0] / fast[1] for fast, _ in pairs)
-        print(f"  {name:12s} {took:6.2f} s  {share:5.1f} % of matmul  {ratio:5.2f} x the gather form")
+        print(
+            f"  {name:12s} {took:6.2f} s  {shares([fast for fast, _ in pairs])}  "
+            f"{median(ratios):5.2f} x the gather form ({min(ratios):.2f} to {max(ratios):.2f})"
+        )
 
 
 def metadata(tokens: int, repeats: int) -> None:
@@ -214,11 +219,10 @@ def metadata(tokens: int, repeats: int) -> None:
         loc = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
         lens = (query_lens + rng.integers(0, 100, num_reqs)).astype(np.int32)
 
-        def of(function: Callable[..., object], *rest: object, loc=loc, lens=lens, **options: object) -> float:  # type: ignore[no-untyped-def]
-            return microseconds(lambda: function(loc, lens, 8, 3, *rest, **options))
-
-        build = of(extents.build_cp_local_metadata, None, None)
-        contiguous, zigzag = of(extents.local_extents), of(extents.local_extents, split="zigzag")
+        batch = (loc, lens, 8, 3)
+        build = microseconds(lambda batch=batch: extents.build_cp_local_metadata(*batch, None, None))
+        contiguous = microseconds(lambda batch=batch: extents.local_extents(*batch))
+        zigzag = microseconds(lambda batch=batch: extents.local_extents(*batch, split="zigzag"))
         print(f"  {num_reqs:8d}  {build:23.1f}  {contiguous:18.1f}  {zigzag:14.1f}")
 
 
