@@ -88,26 +88,27 @@ def gathered_from(
     sources: list[Float], indices: list[Int32], q: Float, attn_sink: Float | None, softmax_scale: float
 ) -> AttentionOutput:
     """Attention of each query over rows picked from several arrays, checked before."""
-    num_queries, num_heads, head_dim = q.shape
-    widths = [each.shape[1] for each in indices]
+    num_queries, _, head_dim = q.shape
     out = np.zeros(q.shape, q.dtype)
-    lse = np.full((num_queries, num_heads), -np.inf, q.dtype)
-    width = sum(widths)
-    if width == 0 or num_queries == 0:
-        return AttentionOutput(out, lse)
-    step = max(1, GATHERED_NUMBERS // (width * head_dim))
-    buffer = np.empty((min(step, num_queries), width, head_dim), q.dtype)
-    picked = np.concatenate(indices, axis=1)
+    lse = np.full(q.shape[:2], -np.inf, q.dtype)
+    widest = sum(each.shape[1] for each in indices)
+    step = max(1, GATHERED_NUMBERS // max(1, widest * head_dim))
+    buffer = np.empty(min(step, num_queries) * widest * head_dim, q.dtype)
     for start in range(0, num_queries, step):
         part = slice(start, min(start + step, num_queries))
-        rows, absent = buffer[: part.stop - start], picked[part] < 0
-        for query, own_rows in enumerate(rows, start):
-            column = 0
-            for source, each, size in zip(sources, indices, widths, strict=True):
-                if len(source):
-                    np.take(source, each[query], axis=0, out=own_rows[column : column + size], mode="clip")
-                column += size
+        # Columns that no query of the block uses cost nothing: early queries see few entries.
+        lists = [each[part][:, (each[part] >= 0).any(axis=0)] for each in indices]
+        picked = np.concatenate(lists, axis=1).astype(np.intp)
+        if picked.shape[1] == 0:
+            continue
+        bounds = np.cumsum([0, *(each.shape[1] for each in lists)])
+        rows = buffer[: picked.size * head_dim].reshape(*picked.shape, head_dim)
+        for own_picks, own_rows in zip(picked, rows, strict=True):
+            for source, first, last in zip(sources, bounds, bounds[1:], strict=False):
+                if last > first:
+                    np.take(source, own_picks[first:last], axis=0, out=own_rows[first:last], mode="clip")
         # A key that is not there must not even meet a zero weight: 0 * NaN is NaN.
+        absent = picked < 0
         if absent.any():
             rows[absent] = 0
         lse[part] = softmax_rows(q[part], rows, absent, attn_sink, softmax_scale, out[part])

@@ -201,15 +201,18 @@ def index_scores(index_q: Float, index_weights: Float, index_keys: Float) -> Flo
     # Equal keys must score equally wherever they stand, or a row's choice depends on its neighbours. A matrix product
     # adds up in another order at its ragged edges, so it only gets whole tiles, filled up with zeros.
     tiled_keys = padded_rows(index_keys, -(-num_keys // KEY_TILE) * KEY_TILE)
+    buffer = np.empty(QUERY_BLOCK * num_heads * min(len(tiled_keys), KEY_BLOCK), index_q.dtype)
     for start in range(0, num_tokens, QUERY_BLOCK):
         queries = slice(start, min(start + QUERY_BLOCK, num_tokens))
         count = queries.stop - start
         q = padded_rows(index_q[queries], QUERY_BLOCK).reshape(-1, d)
         weights = padded_rows(index_weights[queries], QUERY_BLOCK)
         for first in range(0, num_keys, KEY_BLOCK):
-            hits = q @ tiled_keys[first : first + KEY_BLOCK].T
+            keys = tiled_keys[first : first + KEY_BLOCK]
+            hits = buffer[: len(q) * len(keys)].reshape(len(q), len(keys))
+            np.matmul(q, keys.T, out=hits)
             np.maximum(hits, 0, out=hits)
-            block = np.einsum("th,thk->tk", weights, hits.reshape(QUERY_BLOCK, num_heads, -1))
+            block = np.einsum("th,thk->tk", weights, hits.reshape(QUERY_BLOCK, num_heads, len(keys)))
             scores[queries, first : first + KEY_BLOCK] = block[:count, : num_keys - first]
     return scores
 
