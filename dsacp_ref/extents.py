@@ -139,7 +139,8 @@ def extents_of_pieces(
             "empty_extent", "be 'zero' when causal is False", repr(empty_extent), "a draft row without queries reads 0"
         )
     query_lens = pieces.piece_ends - pieces.piece_starts
-    cu_seqlens_q = checked_offsets("query lengths", query_lens)
+    cu_seqlens_q = np.zeros(len(query_lens) + 1, np.int32)
+    np.cumsum(query_lens, dtype=np.int32, out=cu_seqlens_q[1:])  # at most query_start_loc[-1]: it fits
     if len(seq_lens) == 0:
         return LocalExtents(cu_seqlens_q, np.zeros(len(query_lens), np.int32), pieces.request_indices)
     if causal:

@@ -220,21 +220,28 @@ def contiguous_request_pieces(query_start_loc: Int32, cp_size: int, cp_rank: int
 
 def zigzag_pieces(query_start_loc: Int32, cp_size: int, cp_rank: int, name: str) -> Pieces:
     """Blocks r and 2R-1-r of every request, side by side."""
-    lengths = query_start_loc[1:] - query_start_loc[:-1]
+    lengths = (query_start_loc[1:] - query_start_loc[:-1]).repeat(2)
     num_blocks = np.int32(2 * cp_size)
-    block = np.array([[cp_rank], [2 * cp_size - 1 - cp_rank]], np.int32)
+    block = np.empty_like(lengths)
+    block[::2], block[1::2] = cp_rank, 2 * cp_size - 1 - cp_rank
     if name == "zigzag":
         size = lengths // num_blocks
         longer = lengths - size * num_blocks  # the first so many blocks hold one token more
-        starts = size * block + np.minimum(longer, block)
-        ends = starts + size + (longer > block)
+
+        def start_of(block: Int32) -> Int32:
+            return size * block + np.minimum(longer, block)
+
     else:
         size = -(-lengths // num_blocks)
-        starts = np.minimum(size * block, lengths)
-        ends = np.minimum(size * (block + 1), lengths)
-    piece_starts, piece_ends = starts.T.ravel(), ends.T.ravel()
-    piece_rows = size.repeat(2) if name == "zigzag_padded" else piece_ends - piece_starts
-    return Pieces(np.arange(len(lengths), dtype=np.int32).repeat(2), piece_starts, piece_ends, piece_rows)
+
+        def start_of(block: Int32) -> Int32:
+            start: Int32 = np.minimum(size * block, lengths)
+            return start
+
+    piece_starts, piece_ends = start_of(block), start_of(block + 1)
+    piece_rows = size if name == "zigzag_padded" else piece_ends - piece_starts
+    requests = np.arange(len(query_start_loc) - 1, dtype=np.int32).repeat(2)
+    return Pieces(requests, piece_starts, piece_ends, piece_rows)
 
 
 def round_robin_pieces(query_start_loc: Int32, cp_size: int, cp_rank: int, num_rows: int) -> Pieces:
