@@ -104,7 +104,7 @@ def apply_inverse_rope(x: Float, cos: Float, sin: Float) -> Float:
 def turned(x: Float, cos: Float, sin: Float) -> Float:
     """A copy of x whose last pairs are rotated."""
     if not hasattr(x, "shape") or len(x.shape) < 2:
-        got = tuple(x.shape) if hasattr(x, "shape") else type(x).__name__
+        got = list(x.shape) if hasattr(x, "shape") else type(x).__name__
         raise contract_error("x", "have shape [num_tokens, ..., head_dim]", got)
     check_floats("x", x, tuple(x.shape))
     check_floats("cos", cos, (x.shape[0], "rope_head_dim / 2"), "one row of the table a token")

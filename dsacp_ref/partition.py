@@ -476,7 +476,8 @@ def converted_rows(gathered: NDArray[Row], source: Partition, target: Partition)
 def check_rows(name: str, rows: NDArray[Row], count: int, hint: str) -> None:
     """Refuse a row-aligned array of another length: it was cut by another rule, or not at all."""
     if not hasattr(rows, "shape") or len(rows.shape) < 1:
-        raise contract_error(name, "be an array with a row axis", type(rows).__name__, hint)
+        got = list(rows.shape) if hasattr(rows, "shape") else type(rows).__name__
+        raise contract_error(name, "be an array with a row axis", got, hint)
     if rows.shape[0] != count:
         raise contract_error(name, f"have {count} rows", rows.shape[0], hint)
 

@@ -206,7 +206,8 @@ def apply_inverse_rope(x: Float, cos: Float, sin: Float) -> Float:
 def turned(x: Float, cos: Float, sin: Float) -> Float:
     """A copy of x whose last pairs are rotated."""
     if not hasattr(x, "shape") or len(x.shape) < 2:
-        raise contract_error("x", "have shape [num_tokens, ..., head_dim]", getattr(x, "shape", type(x).__name__))
+        got = list(x.shape) if hasattr(x, "shape") else type(x).__name__
+        raise contract_error("x", "have shape [num_tokens, ..., head_dim]", got)
     check_array("x", x, FLOATS, x.shape)
     check_array("cos", cos, FLOATS, (x.shape[0], "rope_head_dim / 2"), "one row of the table a token")
     check_array("sin", sin, FLOATS, cos.shape, "cos and sin are one table")

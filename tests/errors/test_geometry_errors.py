@@ -382,7 +382,7 @@ OWN: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         )
         for value, text in (
             ([0] * 5, f"{name} must be an array with a row axis, got list; {hint}"),
-            (np.int32(5), f"{name} must be an array with a row axis, got int32; {hint}"),
+            (np.int32(5), f"{name} must be an array with a row axis, got []; {hint}"),
             (np.ones((6, 2)), f"{name} must have 5 rows, got 6; {hint}"),
             (np.ones((4, 2)), f"{name} must have 5 rows, got 4; {hint}"),
         )

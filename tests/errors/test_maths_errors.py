@@ -269,7 +269,7 @@ FAULTS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         {"cos": floats(2, 2), "sin": floats(2, 2)},
         "x must have at least 4 channels, got 3; the table has one column a pair",
     ),
-    (rope.apply_rope, {"x": floats(2)}, "x must have shape [num_tokens, ..., head_dim], got (2,)"),
+    (rope.apply_rope, {"x": floats(2)}, "x must have shape [num_tokens, ..., head_dim], got [2]"),
     (
         paging.slot_mapping,
         {"logical_indices": int32([6, -1])},

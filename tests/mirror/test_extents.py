@@ -26,7 +26,7 @@ from tests.mirror.common import (
     on_device,
     to_torch,
 )
-from tests.strategies import batches, cp_sizes, padded_counts, splits
+from tests.strategies import batches, cp_sizes, cuts, each, fewer, padded_counts, splits
 
 LOC, LENS = int32(0, 3, 3, 8, 10), int32(7, 2, 5, 0)
 TABLE = np.linspace(0, 1, 24, dtype=np.float32).reshape(12, 2)
@@ -92,14 +92,13 @@ REFUSED = [
 ]
 
 
-@given(st.data(), st.booleans())
-def test_local_extents_mirrors(data, causal) -> None:
-    batch, split, cp_size = data.draw(batches()), data.draw(splits()), data.draw(cp_sizes)
-    padded, rank = data.draw(padded_counts(batch, split)), data.draw(st.integers(0, cp_size - 1))
-    empty = data.draw(st.sampled_from(["zero", "prefix"])) if causal else "zero"
-    options = {"split": split, "num_input_tokens": padded, "causal": causal, "empty_extent": empty}
-    args = (batch.query_start_loc, batch.key_lens, np.int64(cp_size), rank)
-    assert_mirrors("extents", "local_extents", *args, **options)
+@given(cuts(), st.integers(0, 7), st.sampled_from([(True, "zero"), (True, "prefix"), (False, "zero")]))
+@fewer(3)
+def test_local_extents_mirrors(every_split, rank, words) -> None:
+    causal, empty_extent = words
+    for step in each(every_split):
+        args = (step.batch.query_start_loc, step.batch.key_lens, np.int64(step.cp_size), rank % step.cp_size)
+        assert_mirrors("extents", "local_extents", *args, **step.cut, causal=causal, empty_extent=empty_extent)
 
 
 @pytest.mark.parametrize("split", [*SPLITS[:-1], "round_robin_page(1)"])
@@ -145,13 +144,14 @@ def test_token_requests_mirrors(tokens, batch) -> None:
     assert_mirrors("extents", "token_requests", tokens, batch.query_start_loc)
 
 
-@given(st.data())
-def test_token_positions_mirrors(data) -> None:
-    batch, split, cp_size = data.draw(batches()), data.draw(splits()), data.draw(cp_sizes)
-    rank = data.draw(st.integers(0, cp_size - 1))
-    local = local_token_indices(batch.query_start_loc, cp_size, rank, split=split)
-    for tokens in (local, data.draw(TOKENS)):
-        assert_mirrors("extents", "token_positions", tokens, batch.query_start_loc, batch.key_lens)
+@given(cuts(), st.integers(0, 7), TOKENS)
+@fewer(4)
+def test_token_positions_mirrors(every_split, rank, any_tokens) -> None:
+    for step in each(every_split):
+        loc, lens = step.batch.query_start_loc, step.batch.key_lens
+        local = local_token_indices(loc, step.cp_size, rank % step.cp_size, **step.cut)
+        for tokens in (local, any_tokens):
+            assert_mirrors("extents", "token_positions", tokens, loc, lens)
 
 
 @given(batches(), st.integers(-1, 9))
@@ -159,13 +159,14 @@ def test_query_rows_mirrors(batch, beyond) -> None:
     assert_mirrors("extents", "query_rows", batch.query_start_loc, num_rows=batch.num_tokens + beyond)
 
 
-@given(st.data())
-def test_query_positions_mirrors(data) -> None:
-    batch, split, cp_size = data.draw(batches()), data.draw(splits()), data.draw(cp_sizes)
-    rank, beyond = data.draw(st.integers(0, cp_size - 1)), data.draw(st.integers(-1, 5))
-    local = local_extents(batch.query_start_loc, batch.key_lens, cp_size, rank, split=split)
-    num_rows = int(local.cu_seqlens_q[-1]) + beyond
-    assert_mirrors("extents", "query_positions", local.cu_seqlens_q, local.seqused_kv, num_rows=num_rows)
+@given(cuts(), st.integers(0, 7), st.integers(-1, 5))
+@fewer(4)
+def test_query_positions_mirrors(every_split, rank, beyond) -> None:
+    for step in each(every_split):
+        loc, lens = step.batch.query_start_loc, step.batch.key_lens
+        local = local_extents(loc, lens, step.cp_size, rank % step.cp_size, **step.cut)
+        num_rows = int(local.cu_seqlens_q[-1]) + beyond
+        assert_mirrors("extents", "query_positions", local.cu_seqlens_q, local.seqused_kv, num_rows=num_rows)
 
 
 @pytest.mark.parametrize("bad", REFUSED, ids=lambda bad: bad.function)

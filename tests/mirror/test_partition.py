@@ -23,7 +23,7 @@ from tests.mirror.common import (
     on_device,
     to_torch,
 )
-from tests.strategies import batches, cp_sizes, padded_counts, splits
+from tests.strategies import batches, cp_sizes, cuts, each, fewer, padded_counts, splits
 
 ROW_DTYPES = ("bool", "int32", "int64", "float16", "float32", "float64")
 LOC = int32(0, 3, 3, 8)
@@ -95,12 +95,12 @@ def filled(dtype: str, *shape: int) -> np.ndarray:
     return (np.arange(np.prod(shape, dtype=int)).reshape(shape) % 100 - 50).astype(dtype)
 
 
-@given(st.data())
-def test_rank_pieces_mirrors(data) -> None:
-    batch, split, cp_size = data.draw(batches()), data.draw(splits()), data.draw(cp_sizes)
-    padded, rank = data.draw(padded_counts(batch, split)), data.draw(st.integers(0, cp_size - 1))
-    loc = batch.query_start_loc
-    assert_mirrors("partition", "rank_pieces", loc, cp_size, rank, split=split, num_input_tokens=padded)
+@given(cuts(), st.integers(0, 7))
+@fewer(4)
+def test_rank_pieces_mirrors(every_split, rank) -> None:
+    for step in each(every_split):
+        args = (step.batch.query_start_loc, step.cp_size, rank % step.cp_size)
+        assert_mirrors("partition", "rank_pieces", *args, **step.cut)
 
 
 @given(st.lists(st.integers(-1, 9), max_size=4), st.integers(0, 3), st.integers(-1, 3), splits(), st.integers(0, 12))
@@ -109,20 +109,19 @@ def test_rank_pieces_mirrors_on_any_integers(loc, cp_size, rank, split, padded) 
     assert_mirrors("partition", "rank_pieces", int32(*loc), cp_size, rank, split=split, num_input_tokens=padded)
 
 
-@given(st.data())
-def test_local_token_indices_mirrors(data) -> None:
-    batch, split, cp_size = data.draw(batches()), data.draw(splits()), data.draw(cp_sizes)
-    padded, rank = data.draw(padded_counts(batch, split)), data.draw(st.integers(0, cp_size - 1))
-    loc, cp_size = batch.query_start_loc, np.int64(cp_size)
-    assert_mirrors("partition", "local_token_indices", loc, cp_size, rank, split=split, num_input_tokens=padded)
+@given(cuts(), st.integers(0, 7))
+@fewer(4)
+def test_local_token_indices_mirrors(every_split, rank) -> None:
+    for step in each(every_split):
+        args = (step.batch.query_start_loc, np.int64(step.cp_size), rank % step.cp_size)
+        assert_mirrors("partition", "local_token_indices", *args, **step.cut)
 
 
-@given(st.data())
-def test_partition_tokens_mirrors(data) -> None:
-    batch, split, cp_size = data.draw(batches()), data.draw(splits()), data.draw(cp_sizes)
-    padded = data.draw(padded_counts(batch, split))
-    loc = batch.query_start_loc
-    assert_mirrors("partition", "partition_tokens", loc, cp_size, split=split, num_input_tokens=padded)
+@given(cuts())
+@fewer(4)
+def test_partition_tokens_mirrors(every_split) -> None:
+    for step in each(every_split):
+        assert_mirrors("partition", "partition_tokens", step.batch.query_start_loc, step.cp_size, **step.cut)
 
 
 @given(partitions())
