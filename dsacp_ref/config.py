@@ -14,7 +14,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from dsacp_ref.spec import ContractError, UnsupportedError, check_choice, check_int, check_number, contract_error
+from dsacp_ref.spec import (
+    ContractError,
+    UnsupportedError,
+    check_bool,
+    check_choice,
+    check_int,
+    check_number,
+    contract_error,
+)
 
 __all__ = [
     "SPLITS",
@@ -396,12 +404,6 @@ _CHOICES = {
 _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
-def _check_bool(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise contract_error(name, "be true or false", f"{type(value).__name__} {value!r}")
-    return value
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
     """How a layer runs over ranks, as a configuration file or command line gives it; the default is the xLLM proposal.
@@ -438,7 +440,7 @@ class ParallelConfig:
     dsa_cp_mixed: str = "cp"
 
     def __post_init__(self) -> None:
-        _check_bool("enable_dsa_cp", self.enable_dsa_cp)
+        check_bool("enable_dsa_cp", self.enable_dsa_cp)
         for name in ("dsa_cp_kv_interleave_size", "cp_size"):
             object.__setattr__(self, name, check_int(name, getattr(self, name), 1))
         for name, words in _CHOICES.items():
@@ -709,7 +711,7 @@ group, and an independent cp_size 2 mismatches a group of 4
     """
     world_size, rank = check_int("world_size", world_size, 1), check_int("rank", rank, 0)
     dp_size, cp_size = check_int("dp_size", dp_size, 1), check_int("cp_size", cp_size, 1)
-    shared = _check_bool("enable_dsa_cp", enable_dsa_cp)
+    shared = check_bool("enable_dsa_cp", enable_dsa_cp)
     if rank >= world_size:
         raise contract_error("rank", f"be below world_size {world_size}", rank, "ranks count from 0")
     planes = 1 if shared else cp_size  # with the switch on, CP takes no ranks of its own
@@ -768,6 +770,6 @@ def model_side_partition(*, enable_dsa_cp: bool, cp_size: int, supports_model_pa
     >>> [model_side_partition(enable_dsa_cp=True, cp_size=n, supports_model_partition=True) for n in (grid.cp_size, 1)]
     [True, False]
     """
-    enabled = _check_bool("enable_dsa_cp", enable_dsa_cp)
-    supported = _check_bool("supports_model_partition", supports_model_partition)
+    enabled = check_bool("enable_dsa_cp", enable_dsa_cp)
+    supported = check_bool("supports_model_partition", supports_model_partition)
     return check_int("cp_size", cp_size, 1) > 1 and enabled and supported

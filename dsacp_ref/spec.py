@@ -226,10 +226,10 @@ def check_record(name: str, value: object, kind: type) -> None:
 
     >>> check_record("batch", None, dict)
     Traceback (most recent call last):
-    dsacp_ref.spec.ContractError: batch must be a dict, got NoneType
+    dsacp_ref.spec.ContractError: batch must be of type dict, got NoneType
     """
     if not isinstance(value, kind):
-        raise contract_error(name, f"be a {kind.__name__}", type(value).__name__)
+        raise contract_error(name, f"be of type {kind.__name__}", type(value).__name__)
 
 
 def check_choice(name: str, value: object, choices: Sequence[str], hint: str = "") -> str:
