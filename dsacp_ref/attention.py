@@ -89,7 +89,7 @@ def gathered_from(
 ) -> AttentionOutput:
     """Attention of each query over rows picked from several arrays, checked before."""
     num_queries, _, head_dim = q.shape
-    out = np.zeros(q.shape, q.dtype)
+    out = np.empty(q.shape, q.dtype)
     lse = np.full(q.shape[:2], -np.inf, q.dtype)
     widest = sum(each.shape[1] for each in indices)
     step = max(1, GATHERED_NUMBERS // max(1, widest * head_dim))
@@ -100,6 +100,7 @@ def gathered_from(
         lists = [each[part][:, (each[part] >= 0).any(axis=0)] for each in indices]
         picked = np.concatenate(lists, axis=1).astype(np.intp)
         if picked.shape[1] == 0:
+            out[part] = 0
             continue
         bounds = np.cumsum([0, *(each.shape[1] for each in lists)])
         rows = buffer[: picked.size * head_dim].reshape(*picked.shape, head_dim)
@@ -398,8 +399,9 @@ def dense_attention(
     softmax_scale: float,
 ) -> AttentionOutput:
     """Window and all visible entries by blocks of consecutive queries."""
-    out = np.zeros(q.shape, q.dtype)
+    out = np.empty(q.shape, q.dtype)
     lse = np.full(q.shape[:2], -np.inf, q.dtype)
+    out[positions < 0] = 0  # queries of no row, or of one without keys; blocks write all others
     starts = window_starts(positions, window_size)
     num_visible = visible_entries(positions, compress_ratio) if cmp_cache is not None else np.zeros_like(positions)
     for row in np.flatnonzero(cu_seqlens_q[1:] > cu_seqlens_q[:-1]):

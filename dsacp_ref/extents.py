@@ -185,7 +185,9 @@ def local_extents(
             ``num_computed_tokens`` plus the piece's clamped end.
 
     Returns:
-        LocalExtents: rows in local order. Their query lengths sum to the rank's share of ``query_start_loc[-1]``.
+        LocalExtents: rows in local order. Their query lengths sum to the rank's share of ``query_start_loc[-1]``: an
+        operator takes the rank's queries without pad rows, which `zigzag_padded` and `round_robin_page` put between
+        pieces (``local_token_indices >= 0`` picks them).
 
     Raises:
         ContractError: a shape, dtype or value above does not hold.
