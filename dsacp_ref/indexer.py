@@ -199,7 +199,8 @@ def index_scores(index_q: Float, index_weights: Float, index_keys: Float) -> Flo
     num_keys = len(index_keys)
     scores = np.empty((num_tokens, num_keys), index_q.dtype)
     # Equal keys must score equally wherever they stand, or a row's choice depends on its neighbours. A matrix product
-    # adds up in another order at its ragged edges, so it only gets whole tiles, filled up with zeros.
+    # adds up in another order at its ragged edges, so it only gets whole tiles, filled up with zeros: OpenBLAS then
+    # gives every place the same sum, which the laws check on the machine they run on.
     tiled_keys = padded_rows(index_keys, -(-num_keys // KEY_TILE) * KEY_TILE)
     buffer = np.empty(QUERY_BLOCK * num_heads * min(len(tiled_keys), KEY_BLOCK), index_q.dtype)
     for start in range(0, num_tokens, QUERY_BLOCK):
