@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch._subclasses.fake_tensor import FakeTensor
-
 from dsacp_ref.spec import UnsupportedError, check_array, contract_error
+
+try:  # here only: every module of the mirror takes torch from this one, so that all say alike what is missing
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor
+except ImportError as error:
+    raise ImportError(f"dsacp_npu computes with torch ({error}); pip install 'dsacp[torch]'") from error
 
 __all__ = [
     "FLOATS",
@@ -21,6 +24,7 @@ __all__ = [
     "computing_dtype",
     "dtype_name",
     "first_true",
+    "torch",
     "unread",
     "values_known",
 ]
@@ -42,7 +46,12 @@ def values_known(*tensors: torch.Tensor) -> bool:
     """Whether values may be read without waiting for a device: plain CPU tensors, outside of any tracing."""
     if torch.compiler.is_compiling():
         return False
-    return all(tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor) for tensor in tensors)
+    return all(readable(tensor) for tensor in tensors)
+
+
+def readable(tensor: torch.Tensor) -> bool:
+    """Whether this tensor lies in the host's memory and has values."""
+    return tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor)
 
 
 def unread(tensor: torch.Tensor) -> str:

@@ -1,8 +1,9 @@
 """Mirror of `dsacp_ref.compressor` over torch. Runs on the device of its arguments and never waits for it.
 
 How many entries a step completes depends on values, so every row up to the capacity is computed and the rest zeroed.
-With bfloat16 or float16 rows the projections are made in that dtype, everything after them in float32; results and
-state are rounded to the dtype of the rows.
+With bfloat16 or float16 input everything is computed in float32, the projections included: projected rows and state
+are float32, so that a state does not depend on how a prompt was cut into steps. Only the entries that `compress` hands
+out are rounded to the dtype of its input.
 """
 
 from __future__ import annotations
@@ -10,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
-
 from dsacp_npu._tensors import (
+    FLOATS,
     Float,
     Int32,
     check_floats,
@@ -20,6 +20,7 @@ from dsacp_npu._tensors import (
     computing_dtype,
     dtype_name,
     first_true,
+    torch,
     values_known,
 )
 from dsacp_npu.extents import check_offsets
@@ -44,6 +45,8 @@ __all__ = [
     "rms_norm",
     "rolled_back_state",
     "updated_state",
+    "updated_state_",
+    "compress_",
 ]
 
 POOLED_NUMBERS = 1 << 24  # numbers gathered at a time while pooling: memory stays flat in tokens
@@ -112,12 +115,12 @@ def rms_norm(x: Float, weight: Float | None, eps: float) -> Float:
 
 
 def empty_state(weights: CompressorWeights, num_reqs: int, *, num_rows: int | None = None) -> CompressorState:
-    """Mirror of `dsacp_ref.compressor.empty_state`."""
+    """Mirror of `dsacp_ref.compressor.empty_state`. The rings of short weights are float32."""
     width, ratio = checked_weights(weights)
     least = width // len(weights.norm_weight) * ratio
     num_rows = least if num_rows is None else check_int("num_rows", num_rows, least, hint="an entry pools that many")
     num_reqs = check_int("num_reqs", num_reqs, 0)
-    ring = weights.wkv.new_zeros(num_reqs, num_rows, width)
+    ring = weights.wkv.new_zeros(num_reqs, num_rows, width, dtype=computing_dtype(weights.wkv.dtype))
     nothing = ring.new_zeros(num_reqs, dtype=torch.int32)
     return CompressorState(ring, ring.clone(), nothing, nothing.clone())
 
@@ -138,16 +141,20 @@ def checked_weights(weights: CompressorWeights) -> tuple[int, int]:
 
 
 def projected_rows(x: Float, positions: Int32, weights: CompressorWeights) -> ProjectedRows:
-    """Mirror of `dsacp_ref.compressor.projected_rows`."""
+    """Mirror of `dsacp_ref.compressor.projected_rows`.
+
+    The products of short numbers are exact in float32, so a float32 product is what a kernel gives that takes short
+    numbers and does not round its sums: the operator's way, and the cheapest that every device of torch has.
+    """
     _, ratio = checked_weights(weights)
     check_floats("x", x, ("num_tokens", weights.wkv.shape[1]), "hidden size of wkv")
     check_tensor("positions", positions, ("int32",), (len(x),), "one a row of x")
     if values_known(positions) and (positions < -1).any():
         raise contract_error("positions", "be -1 or a position", int(positions.min()), "-1 alone marks a pad row")
     dtype = computing_dtype(x.dtype)
-    gate = x @ weights.wgate.T.to(x.dtype)
-    score = gate.to(dtype) + weights.ape.to(dtype)[positions % ratio]
-    return ProjectedRows(x @ weights.wkv.T.to(x.dtype), score.to(x.dtype))
+    wide = x.to(dtype)
+    bias = weights.ape.to(dtype)[positions % ratio]
+    return ProjectedRows(wide @ weights.wkv.T.to(dtype), wide @ weights.wgate.T.to(dtype) + bias)
 
 
 def emitted_entries(
@@ -261,7 +268,7 @@ def pooled_entries(
         pooled.append(softmax_mean(kv, score))
     normed = rms_norm(torch.cat(pooled), norm_weight, eps)
     entries = apply_rope(normed, *rope_table(entry_indices * compress_ratio, frequencies))
-    return entries.to(rows.kv.dtype).masked_fill(unwanted[:, None], 0)
+    return entries.masked_fill(unwanted[:, None], 0)
 
 
 def check_completed(
@@ -294,7 +301,7 @@ def check_completed(
 def check_projected(rows: ProjectedRows) -> int:
     """The number of rows, once both projections are found alike."""
     check_record("rows", rows, ProjectedRows)
-    check_floats("rows.kv", rows.kv, ("num_tokens", "c * d"))
+    check_tensor("rows.kv", rows.kv, FLOATS, ("num_tokens", "c * d"))
     check_tensor("rows.score", rows.score, (dtype_name(rows.kv),), tuple(rows.kv.shape), "like rows.kv")
     return len(rows.kv)
 
@@ -359,7 +366,7 @@ def pooled_slots(
     compress_ratio: int,
     overlap: bool,
 ) -> tuple[Float, Float]:
-    """Values and scores of every slot of these entries, [entries, slots, d], in the dtype to compute in."""
+    """Values and scores of every slot of these entries, [entries, slots, d]."""
     first_window = indices - 1 if overlap else indices
     num_slots = (2 if overlap else 1) * compress_ratio
     positions = first_window[:, None] * compress_ratio + counted(num_slots, indices)
@@ -367,11 +374,10 @@ def pooled_slots(
     new = from_start >= 0
     new_row = (query_start_loc[requests][:, None] + from_start).clamp(0, len(rows.kv) - 1)
     ring_row = positions % state.kv.shape[1]
-    dtype = computing_dtype(rows.kv.dtype)
 
     def from_both(new_values: Float, ring_values: Float) -> Float:
         ring = ring_values[requests[:, None], ring_row]
-        values = torch.where(new[..., None], new_values[new_row], ring).to(dtype)
+        values = torch.where(new[..., None], new_values[new_row], ring)
         if not overlap:
             return values
         d = values.shape[-1] // 2
@@ -414,6 +420,20 @@ def updated_state(
     )
 
 
+def updated_state_(
+    rows: ProjectedRows, query_start_loc: Int32, num_computed_tokens: Int32, state: CompressorState
+) -> CompressorState:
+    """`updated_state`, written into the state, which is returned."""
+    return written_state(state, updated_state(rows, query_start_loc, num_computed_tokens, state))
+
+
+def written_state(state: CompressorState, after: CompressorState) -> CompressorState:
+    """The same tensors, holding what comes after. Not before all is computed: lengths may be the state's own counts."""
+    for field, values in zip(state, after, strict=True):
+        field.copy_(values)
+    return state
+
+
 def rolled_back_state(
     state: CompressorState, num_tokens: Int32, *, compress_ratio: int, overlap: bool
 ) -> CompressorState:
@@ -449,7 +469,7 @@ def compress(
     *,
     eps: float,
 ) -> Compression:
-    """Mirror of `dsacp_ref.compressor.compress`."""
+    """Mirror of `dsacp_ref.compressor.compress`. The entries are in the dtype of `x`, the state is wide."""
     check_floats("x", x, ("num_tokens", "hidden"))
     positions = row_positions(query_start_loc, num_computed_tokens, len(x))
     rows = projected_rows(x, positions, weights)
@@ -463,7 +483,23 @@ def compress(
         compress_ratio=weights.ape.shape[0],
         eps=eps,
     )
+    compressed = compressed._replace(entries=compressed.entries.to(x.dtype))
     return Compression(compressed, updated_state(rows, query_start_loc, num_computed_tokens, state))
+
+
+def compress_(
+    x: Float,
+    weights: CompressorWeights,
+    query_start_loc: Int32,
+    num_computed_tokens: Int32,
+    state: CompressorState,
+    frequencies: Sequence[float],
+    *,
+    eps: float,
+) -> Compression:
+    """`compress`, with the state written into its argument, which is returned beside the entries."""
+    compressed, after = compress(x, weights, query_start_loc, num_computed_tokens, state, frequencies, eps=eps)
+    return Compression(compressed, written_state(state, after))
 
 
 def row_positions(query_start_loc: Int32, num_computed_tokens: Int32, num_rows: int) -> Int32:

@@ -6,17 +6,16 @@ from ``num_input_tokens``. On the CPU it may be read from the offsets instead.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
-
-from dsacp_npu._tensors import Float, Int32, check_floats, check_tensor, dtype_name, first_true, values_known
+from dsacp_npu._tensors import Float, Int32, check_floats, check_tensor, dtype_name, first_true, torch, values_known
 from dsacp_npu.partition import (
     Pieces,
     check_query_start_loc,
+    checked_offsets_on_host,
     checked_ranks,
-    contiguous_pieces,
     counted,
+    padded_known_count,
     padded_token_count,
     pieces_of_rule,
     requests_of_tokens,
@@ -65,7 +64,12 @@ class CPLocalMetadata(NamedTuple):
 
 def check_batch(query_start_loc: Int32, seq_lens: Int32) -> None:
     """Refuse a batch whose lengths cannot be: too few keys for the queries, or counts that overflow."""
-    check_query_start_loc(query_start_loc)
+    checked_token_count(query_start_loc, seq_lens)
+
+
+def checked_token_count(query_start_loc: Int32, seq_lens: Int32) -> int | None:
+    """The tokens of a batch that can be, or None where they are not known."""
+    offsets = checked_offsets_on_host(query_start_loc)
     num_reqs = len(query_start_loc) - 1
     check_tensor(
         "seq_lens",
@@ -74,37 +78,70 @@ def check_batch(query_start_loc: Int32, seq_lens: Int32) -> None:
         (num_reqs,),
         f"one entry per request (query_start_loc has {num_reqs + 1} entries)",
     )
-    if not values_known(query_start_loc, seq_lens):
-        return
-    query_lens = query_start_loc[1:] - query_start_loc[:-1]
-    bad = (seq_lens < query_lens) & (seq_lens != 0)  # query lengths are not negative, so this finds negative counts too
-    if bad.any():
-        request = first_true(bad)
+    if offsets is None:
+        return None
+    if values_known(seq_lens):
+        check_key_counts(offsets[1:] - offsets[:-1], seq_lens.numpy())
+    return int(offsets[-1])
+
+
+def check_key_counts(query_lens: Any, seq_lens: Any) -> None:
+    """Refuse requests with fewer keys than queries, from both lengths as numpy arrays."""
+    short = seq_lens < query_lens  # query lengths are not negative, so this finds negative counts too
+    if short.any() and (short & (seq_lens != 0)).any():
+        request = int((short & (seq_lens != 0)).argmax())
         raise contract_error(
             "seq_lens",
             "be 0 (padded slot) or at least the request's query length",
-            f"{int(seq_lens[request])} keys for {int(query_lens[request])} queries of request {request}",
+            f"{seq_lens[request]} keys for {query_lens[request]} queries of request {request}",
             "seq_lens counts all keys of the request, this step's tokens included",
         )
 
 
 def checked_offsets(name: str, lengths: Int32) -> Int32:
     """``[0] + cumsum(lengths)`` in int32, refused when the sum does not fit."""
-    offsets = torch.cat([lengths.new_zeros(1, dtype=torch.int64), lengths.cumsum(0, dtype=torch.int64)])
-    if values_known(offsets) and offsets[-1] > INT32_MAX:
-        raise contract_error(name, "sum to less than 2**31", int(offsets[-1]), "split the batch: offsets are int32")
-    return offsets.int()
+    offsets = torch.cat([lengths.new_zeros(1), lengths]).cumsum(0, dtype=torch.int32)
+    if values_known(offsets) and int(offsets.min()) < 0:  # the first sum beyond int32 turns negative
+        total = int(lengths.sum(dtype=torch.int64))
+        raise contract_error(name, "sum to less than 2**31", total, "split the batch: offsets are int32")
+    return offsets
+
+
+def check_extent_rule(causal: bool, empty_extent: str) -> None:
+    """Refuse words for the extents that mean nothing, or nothing together."""
+    check_choice("empty_extent", empty_extent, EMPTY_EXTENTS)
+    if not check_bool("causal", causal) and empty_extent == "prefix":
+        raise contract_error(
+            "empty_extent", "be 'zero' when causal is False", repr(empty_extent), "a draft row without queries reads 0"
+        )
+
+
+def contiguous_extents(
+    query_start_loc: Int32, seq_lens: Int32, local_start: int, local_end: int, *, causal: bool, empty_extent: str
+) -> tuple[Int32, Int32]:
+    """``cu_seqlens_q`` and ``seqused_kv`` of one slice of the flat stream: the rows of `contiguous_pieces`, sooner.
+
+    The rank's query lengths are differences of clipped offsets, so their running sum is the clipped offsets again.
+    """
+    check_extent_rule(causal, empty_extent)
+    clipped = query_start_loc.clamp(local_start, local_end)
+    cu_seqlens_q, lower, upper = clipped - clipped[:1], clipped[:-1], clipped[1:]
+    if not causal:
+        return cu_seqlens_q, seq_lens * (upper > lower)
+    behind = query_start_loc[1:] - upper  # tokens behind the slice lie in the future of all that is in it
+    if empty_extent == "prefix":  # negative for a request before the slice, beyond its length for one behind it
+        behind = torch.minimum(behind.relu_(), query_start_loc[1:] - query_start_loc[:-1])
+    seqused_kv = (seq_lens - behind).relu_()  # a padded slot has fewer keys than queries
+    if empty_extent == "zero":
+        seqused_kv.mul_(upper > lower)
+    return cu_seqlens_q, seqused_kv
 
 
 def extents_of_pieces(
     pieces: Pieces, query_start_loc: Int32, seq_lens: Int32, *, causal: bool, empty_extent: str
 ) -> LocalExtents:
     """The operator row of every piece."""
-    check_choice("empty_extent", empty_extent, EMPTY_EXTENTS)
-    if not check_bool("causal", causal) and empty_extent == "prefix":
-        raise contract_error(
-            "empty_extent", "be 'zero' when causal is False", repr(empty_extent), "a draft row without queries reads 0"
-        )
+    check_extent_rule(causal, empty_extent)
     query_lens = pieces.piece_ends - pieces.piece_starts
     cu_seqlens_q = checked_offsets("query lengths", query_lens)
     if len(seq_lens) == 0:
@@ -137,7 +174,13 @@ def local_extents(
     """
     check_batch(query_start_loc, seq_lens)
     cp_size, cp_rank = checked_ranks(cp_size, cp_rank)
-    pieces = pieces_of_rule(query_start_loc, cp_size, cp_rank, constant_split_rule(split), num_input_tokens)
+    rule = constant_split_rule(split)
+    if rule.name == "contiguous":
+        num_rows = padded_token_count(query_start_loc, cp_size, rule, num_input_tokens) // cp_size
+        bounds = num_rows * cp_rank, num_rows * (cp_rank + 1)
+        extents = contiguous_extents(query_start_loc, seq_lens, *bounds, causal=causal, empty_extent=empty_extent)
+        return LocalExtents(*extents, counted(len(seq_lens), seq_lens))
+    pieces = pieces_of_rule(query_start_loc, cp_size, cp_rank, rule, num_input_tokens)
     return extents_of_pieces(pieces, query_start_loc, seq_lens, causal=causal, empty_extent=empty_extent)
 
 
@@ -220,31 +263,36 @@ def build_cp_local_metadata(
 
     Limits: on a device or while compiling it needs the tables or ``num_input_tokens``.
     """
-    check_batch(query_start_loc, seq_lens)
+    num_tokens = checked_token_count(query_start_loc, seq_lens)
     cp_size, cp_rank = checked_ranks(cp_size, cp_rank)
     rule = constant_split_rule("contiguous")
+
+    def padded(count: int | None) -> int:
+        if num_tokens is None:
+            return padded_token_count(query_start_loc, cp_size, rule, count)
+        return padded_known_count(num_tokens, cp_size, rule, count)
+
     if num_input_tokens is not None:  # a wrong count is named as such, not as tables that do not fit it
-        padded_token_count(query_start_loc, cp_size, rule, num_input_tokens)
-    num_tokens = int(query_start_loc[-1]) if values_known(query_start_loc) else 0
-    cos_rows = check_tables(full_cos, full_sin, num_tokens, num_input_tokens)
-    n = cos_rows if num_input_tokens is None else num_input_tokens
-    num_tokens_pad = padded_token_count(query_start_loc, cp_size, rule, n)
+        padded(num_input_tokens)
+    cos_rows = check_tables(full_cos, full_sin, num_tokens or 0, num_input_tokens)
+    num_tokens_pad = padded(cos_rows if num_input_tokens is None else num_input_tokens)
     tokens_per_rank = num_tokens_pad // cp_size
     local_start = cp_rank * tokens_per_rank
     local_end = local_start + tokens_per_rank
-    pieces = contiguous_pieces(query_start_loc, local_start, local_end)
-    extents = extents_of_pieces(pieces, query_start_loc, seq_lens, causal=causal, empty_extent=empty_extent)
-    no_table = torch.zeros(0, 0, dtype=torch.float32, device=query_start_loc.device)
+    cu_seqlens_q, seqused_kv = contiguous_extents(
+        query_start_loc, seq_lens, local_start, local_end, causal=causal, empty_extent=empty_extent
+    )
+    no_rows = torch.empty(tokens_per_rank, 0, dtype=torch.float32, device=query_start_loc.device)
     return CPLocalMetadata(
-        extents.cu_seqlens_q,
-        extents.seqused_kv,
-        checked_offsets("local_seq_lens", extents.seqused_kv),
+        cu_seqlens_q,
+        seqused_kv,
+        checked_offsets("local_seq_lens", seqused_kv),
         local_start,
         local_end,
         tokens_per_rank,
         num_tokens_pad,
-        table_rows(no_table if full_cos is None else full_cos, local_start, tokens_per_rank, 1.0),
-        table_rows(no_table if full_sin is None else full_sin, local_start, tokens_per_rank, 0.0),
+        no_rows if full_cos is None else table_rows(full_cos, local_start, tokens_per_rank, 1.0),
+        no_rows if full_sin is None else table_rows(full_sin, local_start, tokens_per_rank, 0.0),
     )
 
 
@@ -273,4 +321,6 @@ def check_tables(
 def table_rows(table: Float, local_start: int, tokens_per_rank: int, beyond: float) -> Float:
     """The rank's rows of a RoPE table, filled up with the identity rotation."""
     rows = table[local_start : local_start + tokens_per_rank]
+    if len(rows) == tokens_per_rank:
+        return rows.clone()  # the caller may fill the table anew for the next step
     return torch.cat([rows, table.new_full((tokens_per_rank - len(rows), table.shape[1]), beyond)])

@@ -6,12 +6,9 @@ a partition that lies elsewhere than the rows is copied to them.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
-from dsacp_npu._tensors import Int32, check_host, check_tensor, check_torch, first_true, unread, values_known
+from dsacp_npu._tensors import Int32, check_host, check_tensor, check_torch, torch, unread, values_known
 from dsacp_ref.config import SPLITS, SplitRule, split_rule
 from dsacp_ref.spec import INT32_MAX, UnsupportedError, check_int, check_record, contract_error
 
@@ -53,22 +50,32 @@ class Partition(NamedTuple):
 
 def check_query_start_loc(query_start_loc: Int32) -> None:
     """Refuse offsets that do not start at 0 or that decrease."""
+    checked_offsets_on_host(query_start_loc)
+
+
+def checked_offsets_on_host(query_start_loc: Int32) -> Any:
+    """The offsets as a numpy view, once they are found to start at 0 and not to decrease; None if they are not known.
+
+    Small arrays are checked there because an operation of numpy's costs a fraction of one of torch's.
+    """
     check_tensor("query_start_loc", query_start_loc, ("int32",), ("num_reqs + 1",))
     if len(query_start_loc) == 0:
         raise contract_error("query_start_loc", "have num_reqs + 1 entries", 0, "an empty batch is [0]")
     if not values_known(query_start_loc):
-        return
-    if query_start_loc[0] != 0:
-        raise contract_error("query_start_loc", "start at 0", int(query_start_loc[0]), "prepend the leading zero")
-    decreasing = query_start_loc[1:] < query_start_loc[:-1]
+        return None
+    offsets = query_start_loc.numpy()
+    if offsets[0] != 0:
+        raise contract_error("query_start_loc", "start at 0", int(offsets[0]), "prepend the leading zero")
+    decreasing = offsets[1:] < offsets[:-1]
     if decreasing.any():
-        request = first_true(decreasing)
+        request = int(decreasing.argmax())
         raise contract_error(
             "query_start_loc",
             "not decrease",
-            f"{query_start_loc[request : request + 2].tolist()} at request {request}",
+            f"{offsets[request : request + 2].tolist()} at request {request}",
             "it is cumulative: one offset a request, not one length",
         )
+    return offsets
 
 
 def checked_size(cp_size: int) -> int:
@@ -92,7 +99,12 @@ def padded_token_count(query_start_loc: Int32, cp_size: int, rule: SplitRule, nu
             )
         num_input_tokens = check_int("num_input_tokens", num_input_tokens, 0, INT32_MAX - 2 * cp_size)
         return -(-num_input_tokens // cp_size) * cp_size
-    num_tokens, most = int(query_start_loc[-1]), INT32_MAX - 2 * cp_size  # room to round up to 2 * cp_size blocks
+    return padded_known_count(int(query_start_loc[-1]), cp_size, rule, num_input_tokens)
+
+
+def padded_known_count(num_tokens: int, cp_size: int, rule: SplitRule, num_input_tokens: int | None) -> int:
+    """The same, once the number of tokens is known."""
+    most = INT32_MAX - 2 * cp_size  # room to round up to 2 * cp_size blocks
     if num_tokens > most:
         hint = "split the batch: token indices are int32"
         raise contract_error("query_start_loc", f"end at or before {most}", num_tokens, hint)
@@ -148,7 +160,7 @@ def pieces_of_rule(
     return zigzag_pieces(query_start_loc, cp_size, cp_rank, rule.name)
 
 
-def counted(num_rows: int, like: Tensor) -> Int32:
+def counted(num_rows: int, like: torch.Tensor) -> Int32:
     """int32 ``0 .. num_rows - 1`` on the device of another tensor."""
     return torch.arange(num_rows, dtype=torch.int32, device=like.device)
 
@@ -292,7 +304,7 @@ def padded_restore_indices(partition: Partition) -> Int32:
     return inverse_of(padded, len(partition.restore_indices))
 
 
-def local_rows(rows: Tensor, partition: Partition, cp_rank: int) -> Tensor:
+def local_rows(rows: torch.Tensor, partition: Partition, cp_rank: int) -> torch.Tensor:
     """Mirror of `dsacp_ref.partition.local_rows`."""
     check_record("partition", partition, Partition)
     _, cp_rank = checked_ranks(len(partition.token_indices), cp_rank)
@@ -300,7 +312,7 @@ def local_rows(rows: Tensor, partition: Partition, cp_rank: int) -> Tensor:
     return spread_rows(rows, partition.token_indices[cp_rank])
 
 
-def restored_rows(gathered: Tensor, partition: Partition) -> Tensor:
+def restored_rows(gathered: torch.Tensor, partition: Partition) -> torch.Tensor:
     """Mirror of `dsacp_ref.partition.restored_rows`."""
     check_record("partition", partition, Partition)
     total = sum(len(rows) for rows in partition.token_indices)
@@ -308,7 +320,7 @@ def restored_rows(gathered: Tensor, partition: Partition) -> Tensor:
     return gathered[partition.restore_indices.to(gathered.device)]
 
 
-def converted_rows(gathered: Tensor, source: Partition, target: Partition) -> Tensor:
+def converted_rows(gathered: torch.Tensor, source: Partition, target: Partition) -> torch.Tensor:
     """Mirror of `dsacp_ref.partition.converted_rows`."""
     check_record("source", source, Partition)
     check_record("target", target, Partition)
@@ -323,7 +335,7 @@ def converted_rows(gathered: Tensor, source: Partition, target: Partition) -> Te
     return spread_rows(tokens, torch.cat(target.token_indices))
 
 
-def check_rows(name: str, rows: Tensor, count: int, hint: str) -> None:
+def check_rows(name: str, rows: torch.Tensor, count: int, hint: str) -> None:
     """Refuse a row-aligned array of another length: it was cut by another rule, or not at all."""
     if not hasattr(rows, "shape") or len(rows.shape) < 1:
         got = list(rows.shape) if hasattr(rows, "shape") else type(rows).__name__
@@ -333,7 +345,7 @@ def check_rows(name: str, rows: Tensor, count: int, hint: str) -> None:
         raise contract_error(name, f"have {count} rows", rows.shape[0], hint)
 
 
-def spread_rows(rows: Tensor, token_indices: Int32) -> Tensor:
+def spread_rows(rows: torch.Tensor, token_indices: Int32) -> torch.Tensor:
     """``rows[token_indices]`` with zeros where the index is -1."""
     if rows.shape[0] == 0:  # nothing to take, even for the pad rows that are thrown away below
         return rows.new_zeros(len(token_indices), *rows.shape[1:])

@@ -10,9 +10,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import torch
-
-from dsacp_npu._tensors import Float, Int32, check_floats, check_tensor, computing_dtype, values_known
+from dsacp_npu._tensors import Float, Int32, check_floats, check_tensor, computing_dtype, torch, values_known
 from dsacp_ref.spec import check_int, check_number, contract_error
 
 __all__ = ["RopeTable", "apply_inverse_rope", "apply_rope", "rope_frequencies", "rope_table", "yarn_frequencies"]

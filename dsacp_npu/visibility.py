@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from dsacp_npu._tensors import Int32, check_tensor, first_true, values_known
+from dsacp_npu._tensors import Int32, check_tensor, first_true, torch, values_known
 from dsacp_npu.partition import counted
 from dsacp_ref.spec import INT32_MAX, check_bool, check_int, contract_error
 
@@ -43,14 +41,14 @@ def visible_entries(positions: Int32, compress_ratio: int) -> Int32:
     return (positions + 1) // compress_ratio
 
 
-def window_mask(positions: Int32, num_keys: int, window_size: int) -> Tensor:
+def window_mask(positions: Int32, num_keys: int, window_size: int) -> torch.Tensor:
     """Mirror of `dsacp_ref.visibility.window_mask`."""
     starts = window_starts(positions, window_size)
     keys = counted(check_int("num_keys", num_keys, 0, INT32_MAX), positions)
     return (keys >= starts[:, None]) & (keys <= positions[:, None])
 
 
-def entry_mask(positions: Int32, num_entries: int, compress_ratio: int) -> Tensor:
+def entry_mask(positions: Int32, num_entries: int, compress_ratio: int) -> torch.Tensor:
     """Mirror of `dsacp_ref.visibility.entry_mask`."""
     num_entries = check_int("num_entries", num_entries, 0, INT32_MAX)
     visible = visible_entries(positions, compress_ratio)

@@ -7,13 +7,14 @@ ascending; NaN counts as -inf; places left over hold -1::
     index_topk 3, n 4      scores  0.5 nan 2.0 0.5 (9.9)      entry 4 is not visible yet
                            chosen  2 0 3
 
-Queries and keys pass through a Hadamard rotation. It changes no exact score; it is there for the quantiser.
+Queries and keys pass through a Hadamard rotation. It changes no exact score; it is there for the quantiser. A cache of
+keys in int8 is chosen from as the operator of A2 and A3 does, by `int8_index_scores`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from dsacp_ref.compressor import CompressorState, CompressorWeights, compress
 from dsacp_ref.extents import FLOATS, Float, check_extents, check_offsets, query_positions
 from dsacp_ref.paging import block_table_rows, gathered_rows, scattered_rows, slot_mapping
 from dsacp_ref.partition import Int32
+from dsacp_ref.quant import QuantizedVectors, coded_vectors, int8_index_scores
 from dsacp_ref.rope import apply_rope
 from dsacp_ref.spec import INT32_MAX, check_array, check_int, check_record, contract_error
 from dsacp_ref.visibility import visible_entries
@@ -66,7 +68,7 @@ class IndexSelection(NamedTuple):
 
     Fields:
         topk_indices: int32[num_queries, index_topk].
-        index_cache: float[num_blocks, block_size, index_head_dim].
+        index_cache: float[num_blocks, block_size, index_head_dim], or QuantizedVectors of that shape.
         state: CompressorState of the indexer's own compressor.
 
     >>> IndexSelection._fields
@@ -74,7 +76,7 @@ class IndexSelection(NamedTuple):
     """
 
     topk_indices: Int32
-    index_cache: Float
+    index_cache: Float | QuantizedVectors
     state: CompressorState
 
 
@@ -296,7 +298,7 @@ def smallest_columns(cost: Float, visible: NDArray[np.bool_], width: int) -> Int
 def lightning_indexer(
     index_q: Float,
     index_weights: Float,
-    index_cache: Float,
+    index_cache: Float | QuantizedVectors,
     cmp_block_table: Int32,
     cu_seqlens_q: Int32,
     seqused_kv: Int32,
@@ -306,10 +308,14 @@ def lightning_indexer(
 ) -> Int32:
     """The entries that each local query attends to, keys read from a paged cache: the operator's granularity.
 
+    From a cache in int8 the choice is the int8 operator's: queries that see an entry are coded by `quantized_int8`,
+    their weights cast to float16 by way of float32, and the scores are those of `int8_index_scores`.
+
     Args:
         index_q: float32 or float64 [num_queries, index_n_heads, index_head_dim].
         index_weights: dtype of ``index_q`` [num_queries, index_n_heads], signed.
-        index_cache: dtype of ``index_q`` [num_blocks, block_size, index_head_dim], one row an entry.
+        index_cache: dtype of ``index_q`` [num_blocks, block_size, index_head_dim], a row an entry; or QuantizedVectors
+            of values int8[num_blocks, block_size, index_head_dim] and scales float16[num_blocks, block_size].
         cmp_block_table: int32[rows, max_blocks], by entry, one row an operator row.
         cu_seqlens_q: int32[rows + 1], tokens, local query offsets, first 0.
         seqused_kv: int32[rows], raw tokens (not entries), key extent of each row.
@@ -321,9 +327,10 @@ def lightning_indexer(
         ``cu_seqlens_q[-1]`` and where the extent is 0.
 
     Raises:
-        ContractError: a shape, dtype or value does not hold, or the table does not reach a visible entry.
+        ContractError: a shape, dtype or value does not hold, the table does not reach a visible entry, or a query that
+            sees one does not fit int8's scale or its weights float16.
 
-    Source: operator npu_vllm_quant_lightning_indexer, sparse_mode 3, without its int8.
+    Source: operator npu_vllm_quant_lightning_indexer, sparse_mode 3; with float keys, without its int8.
 
     >>> cache = np.array([[[1.0], [3.0]], [[2.0], [9.0]]])  # blocks of 2 entries; the request has 3
     >>> table, loc, used = np.array([[0, 1]], np.int32), np.array([0, 2], np.int32), np.array([7], np.int32)
@@ -332,29 +339,69 @@ def lightning_indexer(
     [[1, 2], [1, 2]]
     """
     check_array("index_q", index_q, FLOATS, ("num_queries", "index_n_heads", "index_head_dim"))
-    dtype = (str(index_q.dtype),)
-    check_array("index_weights", index_weights, dtype, index_q.shape[:2], "one weight a head")
-    check_array("index_cache", index_cache, dtype, ("num_blocks", "block_size", index_q.shape[2]), "as the queries")
+    dtype = str(index_q.dtype)
+    check_array("index_weights", index_weights, (dtype,), index_q.shape[:2], "one weight a head")
+    block_size = check_index_cache(index_cache, dtype, index_q.shape[2], "as the queries")
     positions = query_positions(cu_seqlens_q, seqused_kv, num_rows=len(index_q))
     check_array(
         "cmp_block_table", cmp_block_table, ("int32",), (len(seqused_kv), "max_blocks"), "one row an operator row"
     )
     num_visible = visible_entries(positions, compress_ratio)
     chosen = np.full((len(index_q), check_int("index_topk", index_topk, 1, INT32_MAX)), -1, np.int32)
+    scores_of = scorer(index_q, index_weights, index_cache, num_visible > 0)
     for row in np.flatnonzero(cu_seqlens_q[1:] > cu_seqlens_q[:-1]):
         start, stop = int(cu_seqlens_q[row]), int(cu_seqlens_q[row + 1])
         num_entries = int(num_visible[stop - 1])
         if num_entries == 0:
             continue
         entries = np.arange(num_entries, dtype=np.int32)
-        request = np.full(num_entries, row, np.int32)
-        keys = gathered_rows(index_cache, slot_mapping(entries, request, cmp_block_table, index_cache.shape[1]))
+        slots = slot_mapping(entries, np.full(num_entries, row, np.int32), cmp_block_table, block_size)
         for first in range(start, stop, QUERY_BLOCK):
             block = slice(first, min(first + QUERY_BLOCK, stop))
-            seen = int(num_visible[block.stop - 1])
-            scores = index_scores(index_q[block], index_weights[block], keys[:seen])
+            scores = scores_of(block, slots[: num_visible[block.stop - 1]])
             chosen[block] = selected_entries(scores, num_visible[block], index_topk)
     return chosen
+
+
+def check_index_cache(index_cache: Float | QuantizedVectors, dtype: str, d: int, hint: str) -> int:
+    """The block size, once the cache holds keys of this width: floats of this dtype, or int8 and their scales."""
+    if isinstance(index_cache, QuantizedVectors):
+        values, scales = index_cache
+        check_array("index_cache.values", values, ("int8",), ("num_blocks", "block_size", d), "as wide as the queries")
+        check_array("index_cache.scales", scales, ("float16",), values.shape[:2], "one scale a vector")
+        return int(values.shape[1])
+    check_array("index_cache", index_cache, (dtype,), ("num_blocks", "block_size", d), hint)
+    return int(index_cache.shape[1])
+
+
+def scorer(
+    index_q: Float, index_weights: Float, index_cache: Float | QuantizedVectors, seeing: NDArray[np.bool_]
+) -> Callable[[slice, Int32], Float]:
+    """What scores a block of queries against the keys at some slots, in the cache's own precision."""
+    if not isinstance(index_cache, QuantizedVectors):
+        return lambda block, slots: index_scores(
+            index_q[block], index_weights[block], gathered_rows(index_cache, slots)
+        )
+    # What belongs to no query that chooses may be anything, and fits no code then.
+    values, scales = coded_vectors("index_q", np.where(seeing[:, None, None], index_q, 0))
+    weights = float16_weights(np.where(seeing[:, None], index_weights, 0))
+
+    def int8_scores(block: slice, slots: Int32) -> Float:
+        keys = QuantizedVectors(gathered_rows(index_cache.values, slots), gathered_rows(index_cache.scales, slots))
+        return int8_index_scores(QuantizedVectors(values[block], scales[block]), weights[block], keys)
+
+    return int8_scores
+
+
+def float16_weights(index_weights: Float) -> NDArray[np.float16]:
+    """The head weights as the int8 operator takes them."""
+    with np.errstate(over="ignore"):  # refused below
+        weights = index_weights.astype(np.float32).astype(np.float16)
+    infinite = np.isinf(weights)
+    if infinite.any():
+        got = float(index_weights[infinite][0])
+        raise contract_error("index_weights", "be of a size that float16 holds", got, "the int8 operator's dtype")
+    return weights
 
 
 def select_qli(
@@ -363,7 +410,7 @@ def select_qli(
     cos: Float,
     sin: Float,
     weights: IndexerWeights,
-    index_cache: Float,
+    index_cache: Float | QuantizedVectors,
     cmp_block_table: Int32,
     state: CompressorState,
     cu_seqlens_q: Int32,
@@ -391,7 +438,8 @@ def select_qli(
         cos: float[num_queries, rope_head_dim / 2], the layer's table at the queries' positions.
         sin: like ``cos``.
         weights: IndexerWeights.
-        index_cache: dtype of ``x`` [num_blocks, block_size, index_head_dim]; not changed.
+        index_cache: dtype of ``x`` [num_blocks, block_size, index_head_dim], or QuantizedVectors as in
+            `lightning_indexer`; not changed.
         cmp_block_table: int32[num_reqs, max_blocks], by entry, one row a request.
         state: CompressorState of the indexer's compressor, before this step, one ring a request.
         cu_seqlens_q: int32[rows + 1], tokens, offsets of the operator rows' queries.
@@ -427,13 +475,11 @@ def select_qli(
     check_offsets("cu_seqlens_q", cu_seqlens_q)
     check_extents(cu_seqlens_q, seqused_kv)
     index_head_dim = len(weights.compressor.norm_weight)
-    check_array("index_cache", index_cache, (str(x.dtype),), ("num_blocks", "block_size", index_head_dim), "like x")
+    block_size = check_index_cache(index_cache, str(x.dtype), index_head_dim, "like x")
     check_array("cmp_block_table", cmp_block_table, ("int32",), ("num_reqs", "max_blocks"), "one row a request")
     step = compress(key_rows, weights.compressor, key_loc, num_computed_tokens, state, frequencies, eps=eps)
-    slots = slot_mapping(
-        step.compressed.entry_indices, step.compressed.entry_requests, cmp_block_table, index_cache.shape[1]
-    )
-    cache = scattered_rows(index_cache, hadamard(step.compressed.entries), slots)
+    slots = slot_mapping(step.compressed.entry_indices, step.compressed.entry_requests, cmp_block_table, block_size)
+    cache = cached_entries(index_cache, hadamard(step.compressed.entries), slots)
     topk_indices = lightning_indexer(
         index_queries(qr, weights.wq_b, cos, sin, index_head_dim=index_head_dim),
         index_head_weights(x, weights.weights_proj, index_head_dim=index_head_dim),
@@ -445,3 +491,13 @@ def select_qli(
         index_topk=index_topk,
     )
     return IndexSelection(topk_indices, cache, step.state)
+
+
+def cached_entries(index_cache: Float | QuantizedVectors, keys: Float, slots: Int32) -> Float | QuantizedVectors:
+    """The cache with these keys written, coded where it holds codes."""
+    if not isinstance(index_cache, QuantizedVectors):
+        return scattered_rows(index_cache, keys, slots)
+    coded = coded_vectors("index keys", keys)
+    return QuantizedVectors(
+        scattered_rows(index_cache.values, coded.values, slots), scattered_rows(index_cache.scales, coded.scales, slots)
+    )

@@ -57,11 +57,19 @@ from dsacp_ref.extents import (
     token_positions,
     token_requests,
 )
-from dsacp_ref.indexer import IndexerWeights, hadamard, index_head_weights, index_queries, lightning_indexer
+from dsacp_ref.indexer import (
+    IndexerWeights,
+    cached_entries,
+    hadamard,
+    index_head_weights,
+    index_queries,
+    lightning_indexer,
+)
 from dsacp_ref.paging import block_table_rows, scattered_rows, slot_mapping
 from dsacp_ref.partition import Int32, Partition, inverse_of, partition_tokens, restored_rows
+from dsacp_ref.quant import QuantizedVectors
 from dsacp_ref.rope import apply_inverse_rope, apply_rope, rope_frequencies, rope_table, yarn_frequencies
-from dsacp_ref.spec import INT32_MAX, check_array, check_choice, check_int, check_record, contract_error
+from dsacp_ref.spec import INT32_MAX, check_array, check_bool, check_choice, check_int, check_record, contract_error
 from dsacp_ref.visibility import pool_row_starts, window_starts
 
 __all__ = [
@@ -122,7 +130,7 @@ class LayerCache(NamedTuple):
     Fields:
         swa_cache: float[num_blocks, block_size, head_dim], raw keys.
         cmp_cache: float[num_cmp_blocks, cmp_block_size, head_dim], entries.
-        index_cache: float[num_cmp_blocks, cmp_block_size, index_head_dim], index keys, rotated.
+        index_cache: float[num_cmp_blocks, cmp_block_size, index_head_dim], index keys, rotated; or QuantizedVectors.
         cmp_state: CompressorState, one ring a state slot.
         index_state: CompressorState of the indexer's compressor.
 
@@ -132,7 +140,7 @@ class LayerCache(NamedTuple):
 
     swa_cache: Float
     cmp_cache: Float
-    index_cache: Float
+    index_cache: Float | QuantizedVectors
     cmp_state: CompressorState
     index_state: CompressorState
 
@@ -377,7 +385,7 @@ def with_entries(
     cache = cache._replace(cmp_cache=scattered_rows(cache.cmp_cache, entries, slots))
     if index_entries is None:
         return cache
-    return cache._replace(index_cache=scattered_rows(cache.index_cache, hadamard(index_entries), slots))
+    return cache._replace(index_cache=cached_entries(cache.index_cache, hadamard(index_entries), slots))
 
 
 def with_carried_state(cache: LayerCache, keys: KeyRows, batch: LayerBatch, weights: LayerWeights) -> LayerCache:
@@ -531,6 +539,7 @@ def empty_cache(
     cmp_block_size: int,
     num_slots: int,
     spare_rows: int = 0,
+    int8_index_cache: bool = False,
 ) -> LayerCache:
     """The cache of a layer before its first step.
 
@@ -542,6 +551,7 @@ def empty_cache(
         cmp_block_size: int, entries per block, >= 1.
         num_slots: int, state slots, at least the requests of any step.
         spare_rows: int, ring rows beyond what pooling needs: as many tokens as may be rolled back.
+        int8_index_cache: bool; True keeps index keys as QuantizedVectors, so that the int8 operator's choice is made.
 
     Returns:
         LayerCache: zeros.
@@ -560,6 +570,7 @@ def empty_cache(
     num_blocks, num_cmp_blocks = check_int("num_blocks", num_blocks, 0), check_int("num_cmp_blocks", num_cmp_blocks, 0)
     block_size, cmp_block_size = check_int("block_size", block_size, 1), check_int("cmp_block_size", cmp_block_size, 1)
     num_slots, spare_rows = check_int("num_slots", num_slots, 0), check_int("spare_rows", spare_rows, 0)
+    check_bool("int8_index_cache", int8_index_cache)
     check_array("weights.wkv", weights.wkv, FLOATS, ("head_dim", "hidden"))
     dtype, head_dim = weights.wkv.dtype, weights.wkv.shape[0]
 
@@ -573,7 +584,10 @@ def empty_cache(
         return np.zeros((num_cmp_blocks, cmp_block_size, d), dtype), state
 
     cmp_cache, cmp_state = parts(weights.compressor)
-    index_cache, index_state = parts(weights.indexer.compressor if weights.indexer else None)
+    index_keys, index_state = parts(weights.indexer.compressor if weights.indexer else None)
+    index_cache: Float | QuantizedVectors = index_keys
+    if int8_index_cache:
+        index_cache = QuantizedVectors(index_keys.astype(np.int8), np.zeros(index_keys.shape[:2], np.float16))
     swa_cache = np.zeros((num_blocks, block_size, head_dim), dtype)
     return LayerCache(swa_cache, cmp_cache, index_cache, cmp_state, index_state)
 
@@ -664,14 +678,28 @@ def check_cache(cache: LayerCache, dtype: tuple[str], weights: LayerWeights, con
         if name == "index" and compressor is None:
             continue
         width, d = (checked_weights(compressor)[0], len(compressor.norm_weight)) if compressor else (0, 0)
-        check_array(f"cache.{name}_cache", entries, dtype, (*blocks, d), "entries and index keys share a block table")
-        blocks = (entries.shape[0], entries.shape[1])
+        blocks = check_entries(f"cache.{name}_cache", entries, dtype, (*blocks, d))
         check_array(f"cache.{name}_state.kv", state.kv, dtype, (num_slots, "num_rows", width), "use empty_cache")
         check_array(f"cache.{name}_state.score", state.score, dtype, state.kv.shape, "use empty_cache")
         for part in ("held_start", "num_tokens"):
             counts = getattr(state, part)
             check_array(f"cache.{name}_state.{part}", counts, ("int32",), (num_slots,), "one a state slot")
     return num_slots
+
+
+def check_entries(
+    name: str, entries: Float | QuantizedVectors, dtype: tuple[str], shape: tuple[int | str, ...]
+) -> tuple[int, int]:
+    """The blocks of an entry cache and their size, once it has this shape; index keys may be int8."""
+    hint = "entries and index keys share a block table"
+    if name == "cache.index_cache" and isinstance(entries, QuantizedVectors):
+        check_array(f"{name}.values", entries.values, ("int8",), shape, hint)
+        num_blocks, block_size = entries.values.shape[:2]
+        check_array(f"{name}.scales", entries.scales, ("float16",), (num_blocks, block_size), "one scale a vector")
+        return num_blocks, block_size
+    floats: Float = entries  # type: ignore[assignment]  # anything else is refused here
+    check_array(name, floats, dtype, shape, hint)
+    return floats.shape[0], floats.shape[1]
 
 
 def check_given(given_topk: Int32 | None, num_rows: int, weights: LayerWeights, config: AttentionConfig) -> None:

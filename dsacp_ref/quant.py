@@ -56,14 +56,19 @@ def quantized_int8(x: Float) -> QuantizedVectors:
     >>> coded.values.tolist(), [f"{s:.6f}" for s in coded.scales]
     ([[64, -127, 32], [0, 0, 0]], ['0.007874', '0.000000'])
     """
+    return coded_vectors("x", x)
+
+
+def coded_vectors(name: str, x: Float) -> QuantizedVectors:
+    """The vectors of an argument of this name in int8."""
     if not hasattr(x, "shape") or len(x.shape) < 1 or x.shape[-1] < 1:
-        raise contract_error("x", "have shape [..., d] with d >= 1", getattr(x, "shape", type(x).__name__))
-    check_array("x", x, FLOATS, x.shape)
+        raise contract_error(name, "have shape [..., d] with d >= 1", getattr(x, "shape", type(x).__name__))
+    check_array(name, x, FLOATS, x.shape)
     with np.errstate(over="ignore"):  # refused below
         amax = np.abs(x).max(axis=-1).astype(np.float32)
     scales = amax / np.float32(INT8_MAX)
     if not np.isfinite(scales).all() or (scales > np.finfo(np.float16).max).any():
-        raise contract_error("x", "be finite, with scales that float16 holds", float(amax.max()), "norm it first")
+        raise contract_error(name, "be finite, with scales that float16 holds", float(amax.max()), "norm it first")
     safe = np.where(scales > 0, scales, np.float32(1))[..., None]
     values = np.clip(np.rint(x.astype(np.float32) / safe), -INT8_MAX, INT8_MAX).astype(np.int8)
     return QuantizedVectors(values, scales.astype(np.float16))

@@ -70,3 +70,25 @@ def test_importing_a_package_loads_nothing_heavy(package: str) -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+def test_names_of_the_reference_are_found_when_asked_for() -> None:
+    """The package alone loads no module of it, nor numpy; then every way to ask gives the module's own object."""
+    code = """
+import sys, dsacp_ref
+loaded = [name for name in sys.modules if name.startswith("dsacp_ref.") or name in ("numpy", "importlib.metadata")]
+assert not loaded, loaded
+from dsacp_ref import local_extents
+assert "dsacp_ref.layer" not in sys.modules
+assert local_extents is dsacp_ref.extents.local_extents
+assert dsacp_ref.layer is sys.modules["dsacp_ref.layer"]
+for name in dsacp_ref.__all__:
+    assert name in dir(dsacp_ref) and getattr(dsacp_ref, name) is not None
+names = {}
+exec("from dsacp_ref import *", names)
+assert set(dsacp_ref.__all__) <= set(names)
+assert dsacp_ref.__version__
+assert not hasattr(dsacp_ref, "nonsense") and not hasattr(dsacp_ref, "__wrapped__")
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr

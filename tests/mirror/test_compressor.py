@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dsacp_npu.compressor
 from dsacp_ref import compressor as ref
@@ -23,9 +28,15 @@ from tests.mirror.common import (
     assert_refusal_mirrors,
     assert_runs_without_values,
     case,
+    compare_floats,
+    functions,
     int32,
+    on_device,
+    outcome,
+    tensors_of,
     to_numpy,
     to_torch,
+    untouched,
 )
 
 DTYPES = st.sampled_from(list(TORCH_DTYPES))
@@ -187,10 +198,13 @@ REFUSED = [
     case("compressed_entries", HALF, *HERE.batch, changed(S, num_tokens=S.held_start), *HERE.after[3:], **HERE.options),
     case("compressed_entries", HALF, *HERE.after, compress_ratio=4, eps=-1.0),
     case("compressed_entries", HALF, *HERE.after, compress_ratio=2**30, eps=0.0),
+    case("compressed_entries", to_numpy(HALF, "float16"), *HERE.after, **HERE.options),
+    case("compressed_entries", HALF, *HERE.batch, to_numpy(S, "float16"), *HERE.after[3:], **HERE.options),
     case("pooled_entries", HALF, int32(0), int32(0, 1), *HERE.after, **HERE.options),
     case("pooled_entries", HALF, int32(4), int32(0), *HERE.after, **HERE.options),
     case("pooled_entries", HALF, int32(-1, 0), int32(9, 0), *HERE.after, **HERE.options),
     case("pooled_entries", HALF, int32(1, 3), int32(0, 0), *HERE.after, **HERE.options),
+    case("updated_state", to_numpy(HALF, "float16"), *HERE.batch, to_numpy(S, "float16")),
     case("updated_state", HALF, *HERE.batch, changed(S, kv=S.kv[..., 1:])),
     case("updated_state", HALF, *HERE.batch, changed(S, kv=S.kv[:, :0], score=S.score[:, :0])),
     case("updated_state", HALF, *HERE.batch, changed(S, num_tokens=S.num_tokens[1:])),
@@ -208,6 +222,27 @@ REFUSED = [
 ]
 
 
+def wide(dtype: str) -> str:
+    """The dtype that rows and state are in."""
+    return "float64" if dtype == "float64" else "float32"
+
+
+def half(record: Any, dtype: str) -> Any:
+    """Weights as a model may hold them: `dtype`, but a float32 bias."""
+    weights = to_torch(record, dtype)
+    return weights._replace(ape=to_torch(record.ape, wide(dtype)))
+
+
+def assert_wide_mirror(
+    name: str, dtype: str, *args: Any, handed_out: Callable[[Any], Any] = lambda result: result, **kwargs: Any
+) -> None:
+    """Within the budget of the reference in float32, on inputs that are tensors already; `handed_out` rounds it."""
+    reference, mirror = functions("compressor", name)
+    got = untouched(mirror, args, kwargs)
+    exact, plain = (reference(*to_numpy(args, each), **kwargs) for each in ("float64", "float32"))
+    compare_floats(got, exact, handed_out(to_torch(plain, wide(dtype))), name)
+
+
 @given(seeds, st.lists(st.integers(0, 3), max_size=2), st.integers(1, 9), st.booleans(), DTYPES)
 def test_rms_norm_mirrors(seed, rows, width, weighted, dtype) -> None:
     rng = np.random.default_rng(seed)
@@ -215,14 +250,18 @@ def test_rms_norm_mirrors(seed, rows, width, weighted, dtype) -> None:
     assert_floats_mirror("compressor", "rms_norm", dtype, normal(rng, *rows, width), weight, 1e-6)
 
 
-@given(steps(), st.integers(-1, 3), st.one_of(st.none(), st.integers(0, 12)), st.sampled_from(["float32", "float64"]))
+@given(steps(), st.integers(-1, 3), st.one_of(st.none(), st.integers(0, 12)), DTYPES)
 def test_empty_state_mirrors(step, num_reqs, num_rows, dtype) -> None:
-    assert_mirrors("compressor", "empty_state", to_numpy(step.weights, dtype), num_reqs, num_rows=num_rows)
+    reference, mirror = functions("compressor", "empty_state")
+    want = outcome(lambda: reference(to_numpy(step.weights, wide(dtype)), num_reqs, num_rows=num_rows))
+    got = outcome(lambda: mirror(to_torch(step.weights, dtype), num_reqs, num_rows=num_rows))
+    assert_same(got, want)
 
 
-@given(steps(), DTYPES)
-def test_projected_rows_mirrors(step, dtype) -> None:
-    assert_floats_mirror("compressor", "projected_rows", dtype, step.x, step.positions, step.weights)
+@given(steps(), DTYPES, st.booleans())
+def test_projected_rows_mirrors(step, dtype, mixed) -> None:
+    weights = half(step.weights, dtype) if mixed else to_torch(step.weights, dtype)
+    assert_wide_mirror("projected_rows", dtype, to_torch(step.x, dtype), to_torch(step.positions), weights)
 
 
 @given(steps(), st.integers(1, 9))
@@ -236,27 +275,34 @@ def test_emitted_entries_mirrors_on_any_integers(rows, ratio, num_rows) -> None:
     assert_mirrors("compressor", "emitted_entries", loc, starts, ratio, num_rows=num_rows)
 
 
+def pool_arguments(step: Step, dtype: str) -> tuple[Any, ...]:
+    """Rows, and what follows the entries: all wide, but for the norm's weight."""
+    rows, (*before, norm_weight, frequencies) = to_torch((step.rows, step.after), wide(dtype))
+    return rows, (*before, norm_weight.to(TORCH_DTYPES[dtype]), frequencies)
+
+
 @given(steps(), DTYPES)
 def test_compressed_entries_mirrors(step, dtype) -> None:
-    assert_floats_mirror("compressor", "compressed_entries", dtype, step.rows, *step.after, **step.options)
+    rows, after = pool_arguments(step, dtype)
+    assert_wide_mirror("compressed_entries", dtype, rows, *after, **step.options)
 
 
-@given(steps(), seeds, DTYPES)
-def test_pooled_entries_mirrors(step, seed, dtype) -> None:
-    """Some of the step's entries, in any order, between rows that ask for none."""
+@given(steps(), seeds, DTYPES, st.booleans())
+def test_pooled_entries_mirrors(step, seed, dtype, on_a_device) -> None:
+    """Some of the step's entries, in any order, between rows that ask for none; values known and unknown."""
     rng = np.random.default_rng(seed)
     plan = ref.emitted_entries(*step.batch, step.ratio, num_rows=len(step.x))
     chosen = rng.permutation(len(plan.entry_requests))[: rng.integers(0, 9)]
-    requests, indices = plan.entry_requests[chosen], plan.entry_indices[chosen]
-    assert_floats_mirror(
-        "compressor", "pooled_entries", dtype, step.rows, requests, indices, *step.after, **step.options
-    )
+    entries = to_torch((plan.entry_requests[chosen], plan.entry_indices[chosen]))
+    rows, after = pool_arguments(step, dtype)
+    with patch("dsacp_npu._tensors.readable", lambda tensor: not on_a_device):
+        assert_wide_mirror("pooled_entries", dtype, rows, *entries, *after, **step.options)
 
 
 @given(steps(), DTYPES)
 def test_updated_state_mirrors(step, dtype) -> None:
     """Rows are only moved, so exactly."""
-    rows, state = (to_numpy(to_torch(value, dtype), "float32") for value in (step.rows, step.state))
+    rows, state = (to_numpy(to_torch(value, dtype), wide(dtype)) for value in (step.rows, step.state))
     assert_mirrors("compressor", "updated_state", rows, *step.batch, state)
 
 
@@ -268,32 +314,115 @@ def test_rolled_back_state_mirrors(step, data) -> None:
     assert_mirrors("compressor", "rolled_back_state", state, kept, **options)
 
 
-@given(steps(), DTYPES)
-def test_compress_mirrors(step, dtype) -> None:
-    def rounding_rows(x, weights, query_start_loc, num_computed_tokens, state, frequencies, *, eps):
-        """The reference with projected rows in the dtype that they are handed on in."""
-        positions = ref.row_positions(query_start_loc, num_computed_tokens, len(x))
-        rows = to_numpy(to_torch(ref.projected_rows(x, positions, weights), dtype), "float32")
-        after = query_start_loc, num_computed_tokens, state, weights.norm_weight, frequencies
-        compressed = ref.compressed_entries(rows, *after, compress_ratio=len(weights.ape), eps=eps)
-        return ref.Compression(compressed, ref.updated_state(rows, *after[:3]))
+def step_arguments(step: Step, dtype: str, *, mixed: bool = False) -> tuple[Any, ...]:
+    """The arguments of `compress`: rows and weights in the dtype, the state wide."""
+    weights = half(step.weights, dtype) if mixed else to_torch(step.weights, dtype)
+    return to_torch(step.x, dtype), weights, *to_torch(step.batch), to_torch(step.state, wide(dtype)), step.frequencies
 
-    assert_floats_mirror("compressor", "compress", dtype, *step[:6], baseline=rounding_rows, eps=step.eps)
+
+@given(steps(), DTYPES, st.booleans(), st.booleans())
+def test_compress_mirrors(step, dtype, mixed, on_a_device) -> None:
+    def handed_out(result):
+        compressed = result.compressed._replace(entries=result.compressed.entries.to(TORCH_DTYPES[dtype]))
+        return result._replace(compressed=compressed)
+
+    args = step_arguments(step, dtype, mixed=mixed)
+    with patch("dsacp_npu._tensors.readable", lambda tensor: not on_a_device):
+        assert_wide_mirror("compress", dtype, *args, handed_out=handed_out, eps=step.eps)
 
 
 @pytest.mark.parametrize("dtype", TORCH_DTYPES)
 def test_long_windows_mirror(dtype) -> None:
     """The longest window of the checkpoints, in every precision."""
     long = step_of(np.random.default_rng(0), [(100, 160), (0, 300)], ratio=128, overlap=False, pairs=2)
-    assert_floats_mirror("compressor", "compressed_entries", dtype, long.rows, *long.after, **long.options)
+    rows, after = pool_arguments(long, dtype)
+    assert_wide_mirror("compressed_entries", dtype, rows, *after, **long.options)
 
 
-def test_a_float32_bias_is_not_rounded_to_the_dtype_of_the_rows() -> None:
-    """1 + 6/1024 is nearer to bfloat16's 1 + 8/1024 than to 1; a bias rounded to 1 would leave 1 + 3/1024."""
-    weights = dsacp_npu.compressor.CompressorWeights(*torch.ones(3, 1, 1), torch.ones(1))
-    weights = weights._replace(ape=torch.tensor([[1 + 3 / 1024]]))
-    x, position = torch.tensor([[3 / 1024]]).bfloat16(), torch.zeros(1, dtype=torch.int32)
-    assert dsacp_npu.compressor.projected_rows(x, position, weights).score.item() == 1 + 8 / 1024
+def cut_steps(weights, x, cuts, frequencies, ratio) -> tuple[torch.Tensor, dsacp_npu.compressor.CompressorState]:
+    """Entries and state of one request whose rows come in steps that end at `cuts`."""
+    state, parts = dsacp_npu.compressor.empty_state(weights, 1), []
+    for start, end in pairwise([0, *cuts]):
+        lengths = to_torch((int32(0, end - start), int32(start)))
+        compressed, state = dsacp_npu.compressor.compress(x[start:end], weights, *lengths, state, frequencies, eps=1e-6)
+        parts.append(compressed.entries[: end // ratio - start // ratio])
+    return torch.cat(parts), state
+
+
+@given(st.data(), seeds, st.integers(1, 5), st.booleans(), st.sampled_from(["bfloat16", "float16"]))
+def test_cutting_a_short_stream_into_steps_changes_nothing(data, seed, ratio, overlap, dtype) -> None:
+    """Products of small binary fractions are exact in any order: what differs would have been rounded on the way."""
+    rng = np.random.default_rng(seed)
+    parts = compressor_of(rng, ratio, overlap)
+    weights, x = to_torch((parts.weights, rng.integers(-64, 65, (24, 3)) / 32), dtype)
+    grid = torch.tensor(rng.integers(-64, 65, (2, *weights[0].shape)) / 32).to(x.dtype)
+    weights = dsacp_npu.compressor.CompressorWeights(*grid, *weights[2:])
+    length = data.draw(st.integers(0, 24))
+    cuts = sorted(data.draw(st.lists(st.integers(0, length), max_size=5)))
+    want, whole = cut_steps(weights, x, [length], parts.freqs, ratio)
+    got, state = cut_steps(weights, x, [*cuts, length], parts.freqs, ratio)
+    assert_same(state, whole)
+    assert got.dtype == x.dtype
+    assert_same(got, want)
+
+
+@given(steps(), st.booleans())
+def test_updated_state_in_place(step, on_a_device) -> None:
+    args = to_torch((step.rows, *step.batch, step.state))
+    with patch("dsacp_npu._tensors.readable", lambda tensor: not on_a_device):
+        assert_in_place("updated_state", args, args[-1])
+
+
+@given(steps(), DTYPES, st.booleans())
+def test_compress_in_place(step, dtype, on_a_device) -> None:
+    args = step_arguments(step, dtype)
+    with patch("dsacp_npu._tensors.readable", lambda tensor: not on_a_device):
+        assert_in_place("compress", args, args[4], eps=step.eps)
+
+
+def assert_in_place(name: str, args: tuple[Any, ...], state: Any, **kwargs: Any) -> None:
+    """The pure twin's result, held by the state's own tensors; nothing else is written to."""
+    want = getattr(dsacp_npu.compressor, name)(*args, **kwargs)
+    others = [tensor for tensor in tensors_of(args) if not any(tensor is field for field in state)]
+    versions = [tensor._version for tensor in others]
+    got = getattr(dsacp_npu.compressor, f"{name}_")(*args, **kwargs)
+    assert_same(got, want)
+    assert_same(state, want if name == "updated_state" else want.state)
+    assert all(mine is given for mine, given in zip(got if name == "updated_state" else got.state, state, strict=True))
+    assert [tensor._version for tensor in others] == versions
+
+
+def test_lengths_may_be_the_counts_of_the_state_itself() -> None:
+    args = to_torch((HERE.rows, *HERE.batch, HERE.state._replace(num_tokens=HERE.batch[1])))
+    args = (args[0], args[1], args[3].num_tokens, args[3])
+    want = dsacp_npu.compressor.updated_state(*args)
+    assert_same(dsacp_npu.compressor.updated_state_(*args), want)
+
+
+IN_PLACE = [bad for bad in REFUSED if bad.function in ("updated_state", "compress")]
+
+
+@pytest.mark.parametrize("bad", IN_PLACE, ids=lambda bad: bad.function)
+def test_a_refused_call_leaves_the_state_as_it_was(bad: Case) -> None:
+    args, kwargs = to_torch(bad.args), to_torch(bad.kwargs)
+    tensors = tensors_of(args)
+    before = [(tensor._version, tensor.clone()) for tensor in tensors]
+    pure, in_place = (getattr(dsacp_npu.compressor, bad.function + end) for end in ("", "_"))
+    want, _ = outcome(lambda: pure(*args, **kwargs))
+    got, _ = outcome(lambda: in_place(*args, **kwargs))
+    assert got == want != ""
+    for tensor, (version, copy) in zip(tensors, before, strict=True):
+        assert tensor._version == version
+        assert_same(tensor, copy)
+
+
+def test_short_rows_are_projected_without_rounding() -> None:
+    """1 + 3/1024 lies between two neighbours of bfloat16, and so does its sum with a bias of 3/1024."""
+    weights = dsacp_npu.compressor.CompressorWeights(*torch.ones(3, 1, 2).bfloat16(), torch.ones(1))
+    weights = weights._replace(ape=torch.tensor([[3 / 1024]]))
+    x, position = torch.tensor([[1, 3 / 1024]]).bfloat16(), torch.zeros(1, dtype=torch.int32)
+    rows = dsacp_npu.compressor.projected_rows(x, position, weights)
+    assert (rows.kv.item(), rows.score.item()) == (1 + 3 / 1024, 1 + 6 / 1024)
 
 
 @pytest.mark.parametrize("bad", REFUSED, ids=lambda bad: bad.function)
@@ -305,6 +434,27 @@ def test_refusals_mirror(bad: Case) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_runs_without_values(call: Case, way: str) -> None:
     assert_runs_without_values("compressor", way, call)
+
+
+@pytest.mark.parametrize("call", [call for call in STATIC if call.function in ("updated_state", "compress")])
+@pytest.mark.parametrize("way", WAYS)
+def test_in_place_runs_without_values(call: Case, way: str) -> None:
+    """As above; every run has inputs of its own, since they are written to."""
+    pure, in_place = (getattr(dsacp_npu.compressor, call.function + end) for end in ("", "_"))
+    want = pure(*to_torch(call.args), **call.kwargs)
+    if way == "compiled":
+        torch._dynamo.reset()
+        compiled = torch.compile(in_place, fullgraph=True, backend="aot_eager", dynamic=False)
+        args = to_torch(call.args)
+        assert_same(compiled(*args, **call.kwargs), want)
+        state = args[4] if call.function == "compress" else args[3]
+        assert_same(state, want.state if call.function == "compress" else want)
+        return
+    device = "cpu" if way == "fake" else "meta"
+    with FakeTensorMode() if way.startswith("fake") else nullcontext():
+        got = in_place(*on_device(to_torch(call.args), device), **call.kwargs)
+    signs = [(tensor.dtype, tensor.shape) for tensor in tensors_of(want)]
+    assert [(tensor.dtype, tensor.shape) for tensor in tensors_of(got)] == signs
 
 
 def test_pooling_in_parts_changes_nothing(monkeypatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import dsacp_ref
 
 REF, NPU = (Path(str(package.__file__)).parent for package in (dsacp_ref, dsacp_npu))
 SHARED = {"dsacp_ref.spec", "dsacp_ref.config"}
+WORDS = {"dsacp_npu._tensors", "dsacp_ref.spec"}  # what the emulator may take from elsewhere
 TWINS = sorted(path.stem for path in NPU.glob("[a-z]*.py") if (REF / path.name).exists())
 
 
@@ -45,6 +47,10 @@ def parameters(function: Any) -> list[tuple[Any, ...]]:
     return [*found, words(signature.return_annotation)]
 
 
+# What alone a layer function of the mirror may take beyond the reference's parameters.
+backend_parameter = ("backend", inspect.Parameter.KEYWORD_ONLY, None, "Backend | None")
+
+
 def test_there_are_twins() -> None:
     assert {"partition", "extents", "visibility", "rope", "compressor"} <= set(TWINS)
 
@@ -59,7 +65,11 @@ def test_the_twin_has_the_same_public_names(module: str) -> None:
 @each_name
 def test_the_same_signature_fields_or_value(module: str, name: str, reference: Any, mirror: Any) -> None:
     if inspect.isfunction(reference):
-        assert parameters(mirror) == parameters(reference)
+        mine = parameters(mirror)
+        if module == "layer" and backend_parameter in mine:
+            assert mine[-2] == backend_parameter, "`backend` comes last"
+            mine.remove(backend_parameter)
+        assert mine == parameters(reference)
     elif hasattr(reference, "_fields"):
         assert (mirror._fields, mirror._field_defaults) == (reference._fields, reference._field_defaults)
         assert [words(kind) for kind in mirror.__annotations__.values()] == [
@@ -71,6 +81,21 @@ def test_the_same_signature_fields_or_value(module: str, name: str, reference: A
         ]
     else:
         assert mirror == reference
+
+
+def in_place() -> list[tuple[str, str]]:
+    """(module, name) of everything that writes into its argument."""
+    names = [(module, importlib.import_module(f"dsacp_npu.{module}").__all__) for module in TWINS]
+    return [(module, name) for module, public_names in names for name in public_names if name.endswith("_")]
+
+
+@pytest.mark.parametrize(("module", "name"), in_place())
+def test_what_writes_in_place_has_a_pure_twin(module: str, name: str) -> None:
+    """Same module, same signature; listed after all that writes nothing."""
+    mirror = importlib.import_module(f"dsacp_npu.{module}")
+    assert parameters(getattr(mirror, name)) == parameters(getattr(mirror, name.removesuffix("_")))
+    pure = [other for other in mirror.__all__ if not other.endswith("_")]
+    assert mirror.__all__[: len(pure)] == pure
 
 
 @each_name
@@ -108,23 +133,93 @@ def test_only_words_are_shared() -> None:
             assert theirs <= SHARED, f"{path} imports {sorted(theirs - SHARED)}"
 
 
+# A module of the mirror imports only from modules to its left; those of one group may meet.
+ARROW = [
+    {"partition"},
+    {"extents"},
+    {"visibility"},
+    {"paging", "rope", "quant", "compressor", "indexer", "attention"},
+    {"exchange"},
+    {"cann"},
+    {"backend"},
+    {"layer"},
+    {"distributed"},
+]
+RANK = {name: place for place, group in enumerate(ARROW) for name in group}
+
+
+@pytest.mark.parametrize("module", sorted(name for name in RANK if (NPU / f"{name}.py").exists()))
+def test_a_module_imports_only_what_stands_before_it(module: str) -> None:
+    """Names that start with an underscore are parts of the modules that import them."""
+    for name in imported(NPU / f"{module}.py"):
+        package, _, other = name.partition(".")
+        if package == "dsacp_npu" and not other.startswith("_"):
+            assert RANK[other.split(".")[0]] <= RANK[module], f"{module} imports {name}"
+
+
+def test_the_emulator_computes_by_itself() -> None:
+    """It takes no arithmetic from the mirror or the reference, or it could not show their mistakes."""
+    for path in (NPU / "emulator").glob("*.py"):
+        theirs = {name for name in imported(path) if name.split(".")[0] in ("dsacp_ref", "dsacp_npu")}
+        assert all(name.startswith("dsacp_npu.emulator") or name in WORDS for name in theirs), (path, theirs)
+
+
 def test_the_reference_knows_nothing_of_the_mirror() -> None:
     for path in REF.rglob("*.py"):
         assert not {name.split(".")[0] for name in imported(path)} & {"dsacp_npu", "torch", "torch_npu", "triton"}, path
 
 
+def in_a_fresh_process(program: str) -> None:
+    """Run a program that fails by itself. torch must not load the device package of the machine on its own."""
+    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def importable() -> list[str]:
+    """Every module of the mirror but the commands, which import what they need when they need it."""
+    paths = [path for path in NPU.rglob("*.py") if "commands" not in path.parts and not path.stem.startswith("__")]
+    return sorted(".".join(path.relative_to(NPU.parent).with_suffix("").parts) for path in paths)
+
+
 def test_importing_stays_light() -> None:
-    """In a fresh process: the package alone brings no torch, its twins none of what they may use later."""
-    # torch loads the device package of the machine by itself, unless it is told not to.
-    program = f"""
-import os, sys
-os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    """The package alone brings no torch, its twins none of what they may use later."""
+    in_a_fresh_process(f"""
+import sys
 import dsacp_npu
 heavy = {{"torch", "torch_npu", "triton", "transformers"}}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
-for name in {TWINS}:
-    __import__("dsacp_npu." + name)
+for name in {importable()}:
+    __import__(name)
 heavy -= {{"torch"}}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
-"""
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+""")
+
+
+def test_a_twin_loads_nothing_of_the_reference_but_words() -> None:
+    in_a_fresh_process(f"""
+import sys
+for name in {importable()}:
+    __import__(name)
+theirs = {{name for name in sys.modules if name.split(".")[0] == "dsacp_ref"}}
+assert theirs <= {SHARED | {"dsacp_ref"}}, theirs
+""")
+
+
+def test_without_torch_every_module_names_the_command_that_helps() -> None:
+    in_a_fresh_process(f"""
+import sys
+sys.modules["torch"] = None
+import dsacp_npu, dsacp_ref
+assert dsacp_ref.local_extents
+silent = []
+for name in {importable()}:
+    try:
+        __import__(name)
+    except ImportError as error:
+        if "pip install 'dsacp[torch]'" not in str(error):
+            silent.append(f"{{name}}: {{error}}")
+assert not silent, silent
+""")

@@ -1,0 +1,468 @@
+"""Mirror of `dsacp_ref.attention` over torch. Runs on the device of its arguments and never waits for it.
+
+Which keys a query sees depends on values. Where they are known, an operator row is computed by dense blocks, its keys
+gathered once a block, and lists are gathered a few queries at a time. Elsewhere every query gathers a list of the width
+that the shapes allow: its window, and its chosen entries or as many as its table has room for; what it does not see is
+zeroed and masked.
+
+bfloat16 and float16 are computed in float32; ``out`` is rounded once, ``lse`` stays float32. The paged forms and
+`gathered_attention` are for inference: what they give carries no gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import NamedTuple
+
+from dsacp_npu._tensors import (
+    Float,
+    Int32,
+    check_floats,
+    check_tensor,
+    computing_dtype,
+    dtype_name,
+    first_true,
+    torch,
+    values_known,
+)
+from dsacp_npu.extents import query_positions, query_rows
+from dsacp_npu.paging import check_slots, flat_cache, gathered_rows, slot_mapping
+from dsacp_npu.partition import counted
+from dsacp_npu.visibility import visible_entries, window_starts
+from dsacp_ref.spec import check_int, check_number, contract_error
+
+__all__ = [
+    "AttentionOutput",
+    "all_entries_attention",
+    "apply_sink",
+    "gathered_attention",
+    "merge_partials",
+    "selected_attention",
+    "window_attention",
+]
+
+QUERY_BLOCK = 32  # queries of one dense block
+KEY_BLOCK = 1024  # keys of one dense block
+TAKEN_NUMBERS = 1 << 18  # numbers taken at a time where lists are known: they stay in the cache until they are used
+LISTED_NUMBERS = 1 << 18  # slots looked up at a time there
+GATHERED_NUMBERS = 1 << 24  # numbers gathered at a time elsewhere: few blocks, or a traced program grows long
+
+Lists = Callable[[slice], list[Int32]]  # the lists of slots of a block of queries, one [queries, width] a cache
+
+
+class AttentionOutput(NamedTuple):
+    """Mirror of `dsacp_ref.attention.AttentionOutput`."""
+
+    out: Float
+    lse: Float
+
+
+def gathered_attention(q: Float, keys: Float, key_indices: Int32, *, softmax_scale: float) -> AttentionOutput:
+    """Mirror of `dsacp_ref.attention.gathered_attention`."""
+    num_queries, _, head_dim = checked_queries(q, softmax_scale)
+    check_tensor("keys", keys, (dtype_name(q),), ("num_keys", head_dim), "as wide as the queries")
+    check_tensor("key_indices", key_indices, ("int32",), (num_queries, "width"), "one list a query")
+    check_slots(key_indices, len(keys), "key_indices", "keys has no such row")
+    return listed_attention(q, keys, key_indices, None, softmax_scale)
+
+
+def listed_attention(
+    q: Float, keys: Float, key_indices: Int32, attn_sink: Float | None, softmax_scale: float
+) -> AttentionOutput:
+    """Attention of each query over its own list of keys without pages."""
+    return gathered_from(
+        [keys[None]], lambda block: [key_indices[block]], key_indices.shape[1], q, attn_sink, softmax_scale
+    )
+
+
+def gathered_from(
+    caches: list[Float], lists_of: Lists, widest: int, q: Float, attn_sink: Float | None, softmax_scale: float
+) -> AttentionOutput:
+    """Attention of each query over rows of several caches, which its lists name; they are ``widest`` together."""
+    num_queries, _, head_dim = q.shape
+    q, caches = q.detach(), [cache.detach() for cache in caches]
+    out = q.new_empty(q.shape)
+    lse = q.new_empty(q.shape[:2], dtype=computing_dtype(q.dtype))
+    if values_known(q, *caches):
+        fill_from_lists(out, lse, caches, lists_of, widest, q, attn_sink, softmax_scale)
+        return AttentionOutput(out, lse)
+    step = max(1, GATHERED_NUMBERS // max(1, widest * head_dim))
+    for start in range(0, num_queries, step):
+        part = slice(start, min(start + step, num_queries))
+        lists = lists_of(part)
+        rows = torch.cat([gathered_rows(*pair) for pair in zip(caches, lists, strict=True)], dim=1)
+        out[part], lse[part] = attended(q[part], rows, torch.cat(lists, dim=1) < 0, attn_sink, softmax_scale)
+    return AttentionOutput(out, lse)
+
+
+def fill_from_lists(
+    out: Float,
+    lse: Float,
+    caches: list[Float],
+    lists_of: Lists,
+    widest: int,
+    q: Float,
+    attn_sink: Float | None,
+    softmax_scale: float,
+) -> None:
+    """The same with few rows at a time, taken into one buffer, and what no list names left out. On the host."""
+    listed = max(1, LISTED_NUMBERS // max(1, widest))
+    step = max(1, TAKEN_NUMBERS // max(1, widest * q.shape[2]))
+    buffer = q.new_empty(min(step, len(q)) * widest * q.shape[2])
+    flat = [flat_cache(cache) for cache in caches]
+    for start in range(0, len(q), listed):
+        lists = lists_of(slice(start, start + listed))
+        complete = not any(bool((slots < 0).any()) for slots in lists)
+        for first in range(0, len(lists[0]), step):
+            mine, absent = [slots[first : first + step] for slots in lists], None
+            if not complete:
+                mine = [slots[:, (slots >= 0).any(dim=0)] for slots in mine]  # early queries see few entries
+                absent = torch.cat(mine, dim=1) < 0
+                mine = [slots.clamp(min=0) for slots in mine]
+            rows = taken_rows(flat, mine, buffer)
+            if absent is not None:
+                rows[absent] = 0
+            part = slice(start + first, start + first + len(rows))
+            out[part], lse[part] = attended(q[part], rows, absent, attn_sink, softmax_scale)
+
+
+def taken_rows(flat: list[Float], lists: list[Int32], buffer: Float) -> Float:
+    """The rows at these slots of all caches, side by side in the buffer."""
+    num_queries, width, head_dim = len(lists[0]), sum(slots.shape[1] for slots in lists), flat[0].shape[1]
+    rows = buffer[: num_queries * width * head_dim].view(num_queries, width, head_dim)
+    first = 0
+    for source, slots in zip(flat, lists, strict=True):
+        last = first + slots.shape[1]
+        if last > first:
+            for query in range(num_queries):
+                torch.index_select(source, 0, slots[query], out=rows[query, first:last])
+        first = last
+    return rows
+
+
+def attended(
+    q: Float, rows: Float, absent: torch.Tensor | None, attn_sink: Float | None, softmax_scale: float
+) -> tuple[Float, Float]:
+    """Output and lse of queries [t, H, D] over rows [t, n, D] of their own, or [n, D] in common; wide.
+
+    ``absent`` [t, n] marks what a query does not see, if there is any. It must be finite all the same: 0 * NaN is NaN.
+    """
+    dtype = computing_dtype(q.dtype)
+    q, rows = q.to(dtype), rows.to(dtype)
+    num_queries, num_heads, head_dim = q.shape
+    if rows.shape[-2] == 0:
+        return torch.zeros_like(q), q.new_full((num_queries, num_heads), -torch.inf)
+    in_common = rows.ndim == 2
+    if in_common:
+        logits = (q.reshape(-1, head_dim) @ rows.T).reshape(num_queries, num_heads, len(rows))
+    else:
+        logits = torch.bmm(q, rows.transpose(1, 2))
+    logits.mul_(softmax_scale)
+    if absent is not None and perhaps(absent):
+        logits.masked_fill_(absent[:, None], -torch.inf)
+    highest = logits.amax(dim=2, keepdim=True)
+    shares = torch.softmax(logits, dim=2)
+    # The share of the highest key is one over the sum of all: its logarithm costs less than the sum again.
+    lse = highest - shares.amax(dim=2, keepdim=True).log()
+    blind = highest == -torch.inf
+    if perhaps(blind):
+        shares.masked_fill_(blind, 0)
+        lse.masked_fill_(blind, -torch.inf)
+    if attn_sink is not None:
+        shares.mul_(share_beside_sink(lse[..., 0], attn_sink.detach())[..., None])
+    out = shares.reshape(-1, len(rows)) @ rows if in_common else torch.bmm(shares, rows)
+    return out.reshape(q.shape), lse[..., 0]
+
+
+def perhaps(mask: torch.Tensor) -> bool:
+    """Whether a mask must be applied: it has a True, or nobody knows."""
+    return not values_known(mask) or bool(mask.any())
+
+
+def checked_queries(q: Float, softmax_scale: float) -> tuple[int, int, int]:
+    """The sizes of the query array."""
+    check_floats("q", q, ("num_queries", "num_heads", "head_dim"))
+    check_number("softmax_scale", softmax_scale, above=0.0, hint="head_dim ** -0.5; the operator's default is not it")
+    num_queries, num_heads, head_dim = q.shape
+    check_int("num_heads", num_heads, 1)
+    check_int("head_dim", head_dim, 1)
+    return num_queries, num_heads, head_dim
+
+
+def window_attention(
+    q: Float,
+    swa_cache: Float,
+    swa_block_table: Int32,
+    cu_seqlens_q: Int32,
+    seqused_kv: Int32,
+    attn_sink: Float,
+    *,
+    window_size: int,
+    softmax_scale: float,
+) -> AttentionOutput:
+    """Mirror of `dsacp_ref.attention.window_attention`."""
+    positions = checked_call(q, swa_cache, cu_seqlens_q, seqused_kv, attn_sink, softmax_scale)
+    check_table("swa_block_table", swa_block_table, seqused_kv)
+    sides = [window_side(positions, swa_cache, swa_block_table, window_size)]
+    return ranged_attention(q, positions, cu_seqlens_q, sides, attn_sink, softmax_scale)
+
+
+def all_entries_attention(
+    q: Float,
+    swa_cache: Float,
+    swa_block_table: Int32,
+    cmp_cache: Float,
+    cmp_block_table: Int32,
+    cu_seqlens_q: Int32,
+    seqused_kv: Int32,
+    attn_sink: Float,
+    *,
+    compress_ratio: int,
+    window_size: int,
+    softmax_scale: float,
+) -> AttentionOutput:
+    """Mirror of `dsacp_ref.attention.all_entries_attention`.
+
+    Limits: where values are not known, each query gathers as many entries as its table has room for, so keep tables
+    narrow.
+    """
+    positions = checked_call(q, swa_cache, cu_seqlens_q, seqused_kv, attn_sink, softmax_scale)
+    check_cache("cmp_cache", cmp_cache, q)
+    check_table("swa_block_table", swa_block_table, seqused_kv)
+    check_table("cmp_block_table", cmp_block_table, seqused_kv)
+    compress_ratio = check_int("compress_ratio", compress_ratio, 1)
+    window = window_side(positions, swa_cache, swa_block_table, window_size)
+    num_visible = visible_entries(positions, compress_ratio)
+    room = cmp_block_table.shape[1] * cmp_cache.shape[1]
+    entries = Side(cmp_cache, cmp_block_table, torch.zeros_like(num_visible), num_visible, room)
+    return ranged_attention(q, positions, cu_seqlens_q, [window, entries], attn_sink, softmax_scale)
+
+
+def selected_attention(
+    q: Float,
+    swa_cache: Float,
+    swa_block_table: Int32,
+    cmp_cache: Float,
+    cmp_block_table: Int32,
+    topk_indices: Int32,
+    cu_seqlens_q: Int32,
+    seqused_kv: Int32,
+    attn_sink: Float,
+    *,
+    compress_ratio: int,
+    window_size: int,
+    softmax_scale: float,
+) -> AttentionOutput:
+    """Mirror of `dsacp_ref.attention.selected_attention`."""
+    positions = checked_call(q, swa_cache, cu_seqlens_q, seqused_kv, attn_sink, softmax_scale)
+    check_cache("cmp_cache", cmp_cache, q)
+    check_table("swa_block_table", swa_block_table, seqused_kv)
+    check_table("cmp_block_table", cmp_block_table, seqused_kv)
+    check_topk(topk_indices, visible_entries(positions, compress_ratio))
+    window = window_side(positions, swa_cache, swa_block_table, window_size)
+    rows = query_rows(cu_seqlens_q, num_rows=len(q))
+
+    def lists_of(block: slice) -> list[Int32]:
+        chosen = slot_mapping(topk_indices[block], rows[block], cmp_block_table, cmp_cache.shape[1])
+        lists = [side_slots(window, rows, block), chosen]
+        for slots, cache in zip(lists, (swa_cache, cmp_cache), strict=True):
+            check_slots(slots, cache.shape[0] * cache.shape[1])
+        return lists
+
+    widest = window.width + topk_indices.shape[1]
+    return gathered_from([swa_cache, cmp_cache], lists_of, widest, q, attn_sink, softmax_scale)
+
+
+def checked_call(
+    q: Float, swa_cache: Float, cu_seqlens_q: Int32, seqused_kv: Int32, attn_sink: Float, softmax_scale: float
+) -> Int32:
+    """The position of every query, once what all three forms share is found legal."""
+    _, num_heads, _ = checked_queries(q, softmax_scale)
+    check_cache("swa_cache", swa_cache, q)
+    check_floats("attn_sink", attn_sink, (num_heads,), "one sink a query head; slice it with the heads")
+    return query_positions(cu_seqlens_q, seqused_kv, num_rows=len(q))
+
+
+def check_cache(name: str, cache: Float, q: Float) -> None:
+    """Refuse a cache of other rows than the queries can meet."""
+    shape = ("num_blocks", "block_size", q.shape[2])
+    check_tensor(name, cache, (dtype_name(q),), shape, "rows as wide as the queries")
+
+
+def check_table(name: str, block_table: Int32, seqused_kv: Int32) -> None:
+    """Refuse a table that belongs to other rows: the batch's own table, where a rank's operator rows are meant."""
+    check_tensor(name, block_table, ("int32",), (len(seqused_kv), "max_blocks"), "one row an operator row")
+
+
+def check_topk(topk_indices: Int32, num_visible: Int32) -> None:
+    """Refuse an entry that its query may not see, or that would count twice."""
+    check_tensor("topk_indices", topk_indices, ("int32",), (len(num_visible), "index_topk"), "one list a query")
+    if not values_known(topk_indices, num_visible):
+        return
+    wrong = (topk_indices < -1) | (topk_indices >= num_visible[:, None])
+    if wrong.any():
+        query = first_true(wrong.any(dim=1))
+        raise contract_error(
+            "topk_indices",
+            f"be -1 or below the {int(num_visible[query])} entries that query {query} sees",
+            int(topk_indices[query][wrong[query]][0]),
+            "entries count within the request, and only complete ones are visible",
+        )
+    ordered = topk_indices.sort(dim=1).values
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    if twice.any():
+        query = first_true(twice.any(dim=1))
+        raise contract_error(
+            "topk_indices",
+            "be distinct in a row",
+            f"entry {int(ordered[query, 1:][twice[query]][0])} twice",
+            f"query {query}",
+        )
+
+
+class Side(NamedTuple):
+    """A paged cache, and the range of its logical rows that each query sees."""
+
+    cache: Float
+    block_table: Int32
+    starts: Int32
+    ends: Int32  # exclusive
+    width: int  # no query sees more
+
+
+def window_side(positions: Int32, swa_cache: Float, swa_block_table: Int32, window_size: int) -> Side:
+    """The raw tokens, of which each query sees its window."""
+    starts = window_starts(positions, window_size)
+    width = min(window_size, swa_block_table.shape[1] * swa_cache.shape[1])
+    if values_known(positions):  # a table that is too short for a window is found by looking up all of it
+        width = int((positions - starts).max()) + 1 if len(positions) else 0
+    return Side(swa_cache, swa_block_table, starts, positions + 1, width)
+
+
+def side_slots(side: Side, rows: Int32, block: slice) -> Int32:
+    """The slots of all that a block of queries sees, -1 where it is less than the width."""
+    logical = side.starts[block, None] + counted(side.width, rows)
+    wanted = torch.where(logical < side.ends[block, None], logical, -1)
+    return slot_mapping(wanted, rows[block], side.block_table, side.cache.shape[1])
+
+
+def ranged_attention(
+    q: Float, positions: Int32, cu_seqlens_q: Int32, sides: list[Side], attn_sink: Float, softmax_scale: float
+) -> AttentionOutput:
+    """Attention over a range of each side."""
+    if values_known(q, positions, cu_seqlens_q):
+        return dense_attention(q, positions, cu_seqlens_q, sides, attn_sink, softmax_scale)
+    rows = query_rows(cu_seqlens_q, num_rows=len(q))
+    caches, widest = [side.cache for side in sides], sum(side.width for side in sides)
+    return gathered_from(
+        caches,
+        lambda block: [side_slots(side, rows, block) for side in sides],
+        widest,
+        q,
+        attn_sink,
+        softmax_scale,
+    )
+
+
+def dense_attention(
+    q: Float, positions: Int32, cu_seqlens_q: Int32, sides: list[Side], attn_sink: Float, softmax_scale: float
+) -> AttentionOutput:
+    """The same by blocks of consecutive queries. On the host."""
+    q = q.detach()
+    out = q.new_empty(q.shape)
+    lse = q.new_full(q.shape[:2], -torch.inf, dtype=computing_dtype(q.dtype))
+    out[positions < 0] = 0  # queries of no row, or of one without keys; blocks write all others
+    for row, (start, stop) in enumerate(pairwise(cu_seqlens_q.tolist())):
+        if start == stop or positions[start] < 0:
+            continue
+        for first in range(start, stop, QUERY_BLOCK):
+            block = slice(first, min(first + QUERY_BLOCK, stop))
+            out[block], lse[block] = dense_block(q[block], sides, row, block, attn_sink, softmax_scale)
+    return AttentionOutput(out, lse)
+
+
+def dense_block(
+    q: Float, sides: list[Side], row: int, block: slice, attn_sink: Float, softmax_scale: float
+) -> tuple[Float, Float]:
+    """Output and lse of a block of queries of one operator row; wide."""
+    q = q.to(computing_dtype(q.dtype))
+    ranges = []
+    for side in sides:
+        start, end = int(side.starts[block.start]), int(side.ends[block.stop - 1])
+        ranges += [(side, low, min(low + KEY_BLOCK, end)) for low in range(start, end, KEY_BLOCK)]
+    # The window joins the first entries: most layers then need one product and no merge.
+    joined, others = ranges[:2], ranges[2:]
+    if not others:
+        return block_attention(q, *dense_keys(joined, row, block, q.dtype), attn_sink, softmax_scale)
+    partials = []
+    for group in (joined, *([each] for each in others)):
+        partials.append(block_attention(q, *dense_keys(group, row, block, q.dtype), None, softmax_scale))
+    out, lse = merge_partials(*map(torch.stack, zip(*partials, strict=True)))
+    return apply_sink(out, lse, attn_sink.detach()), lse
+
+
+def dense_keys(
+    ranges: list[tuple[Side, int, int]], row: int, block: slice, dtype: torch.dtype
+) -> tuple[Float, torch.Tensor]:
+    """The rows of one request in these ranges [n, D], and what each query of the block does not see [t, n]."""
+    keys, hidden = [], []
+    for side, first, last in ranges:
+        logical = counted(last - first, side.block_table) + first
+        requests = torch.full_like(logical, row)
+        slots = slot_mapping(logical, requests, side.block_table, side.cache.shape[1])
+        keys.append(gathered_rows(side.cache.detach(), slots))
+        hidden.append((logical < side.starts[block, None]) | (logical >= side.ends[block, None]))
+    return torch.cat(keys).to(dtype), torch.cat(hidden, dim=1)
+
+
+def block_attention(
+    q: Float, keys: Float, hidden: torch.Tensor, attn_sink: Float | None, softmax_scale: float
+) -> tuple[Float, Float]:
+    """Attention of a block of queries over keys they have in common, some hidden from some."""
+    bad = ~keys.isfinite().all(dim=1)
+    if not (bad.any() and hidden.any()):
+        return attended(q, keys, hidden, attn_sink, softmax_scale)
+    # A hidden NaN would reach every query of the block as 0 * NaN. Without it the others keep their bits, and those
+    # that do see it are computed by themselves.
+    out, lse = attended(q, keys.masked_fill(bad[:, None], 0), hidden, attn_sink, softmax_scale)
+    seeing = (bad & ~hidden).any(dim=1)
+    lists = torch.where(hidden, -1, counted(len(keys), keys))[seeing]
+    out[seeing], lse[seeing] = listed_attention(q[seeing], keys, lists, attn_sink, softmax_scale)
+    return out, lse
+
+
+def merge_partials(outs: Float, lses: Float) -> AttentionOutput:
+    """Mirror of `dsacp_ref.attention.merge_partials`. The lses of short numbers are float32."""
+    check_floats("outs", outs, ("num_parts", "num_queries", "num_heads", "head_dim"))
+    dtype = computing_dtype(outs.dtype)
+    shape = tuple(outs.shape[:3])
+    check_tensor("lses", lses, (str(dtype).removeprefix("torch."),), shape, "one number a part, query and head")
+    check_int("num_parts", len(outs), 1)
+    highest = lses.amax(dim=0)
+    weights = torch.exp(lses - highest.masked_fill(highest == -torch.inf, 0))
+    total = weights.sum(dim=0)
+    shares = weights / torch.where(total > 0, total, 1)
+    out = outs.new_zeros(outs.shape[1:], dtype=dtype)
+    for share, part in zip(shares[..., None], outs, strict=True):
+        out = out + torch.where(share == 0, 0, share * part.to(dtype))
+    return AttentionOutput(out.to(outs.dtype), highest + total.log())
+
+
+def apply_sink(out: Float, lse: Float, attn_sink: Float) -> Float:
+    """Mirror of `dsacp_ref.attention.apply_sink`. The lse of short numbers is float32."""
+    check_floats("out", out, ("num_queries", "num_heads", "head_dim"))
+    dtype = str(computing_dtype(out.dtype)).removeprefix("torch.")
+    check_tensor("lse", lse, (dtype,), tuple(out.shape[:2]), "one number a query and head")
+    check_floats("attn_sink", attn_sink, (out.shape[1],), "one sink a query head; slice it with the heads")
+    # What lies where no key is visible is not looked at: it may be NaN.
+    share = share_beside_sink(lse, attn_sink)[..., None]
+    return torch.where((lse == -torch.inf)[..., None], 0, out.to(lse.dtype) * share).to(out.dtype)
+
+
+def share_beside_sink(lse: Float, attn_sink: Float) -> Float:
+    """What the sink leaves of the output: ``1 / (1 + exp(sink - lse))``."""
+    sink = attn_sink.to(lse.dtype)
+    share = 1 / (1 + torch.exp(sink - lse))
+    # -inf - -inf is nothing to compute with: no key, no output; else no sink, nothing taken.
+    return share.masked_fill(sink == -torch.inf, 1).masked_fill(lse == -torch.inf, 0)
