@@ -15,6 +15,8 @@ COMMANDS = {
     "explain": "who owns which token of a batch, and the operator rows of every rank",
     "parity": "one device against ranks and against transformers, over every way to combine them",
     "bench": "rates against the same run's matrix multiply, memory, metadata times",
+    "mirror": "which function has which twin, and where it was tested (docs/mirror.md)",
+    "doctor": "versions, devices, backends and operators: what is usable here, and why not",
 }
 
 
