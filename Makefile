@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 # One BLAS thread per test process: two workers on two cores, not four threads fighting for them.
-PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto
+PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist loadgroup
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test test-fast test-wheel parity lint fmt type bench check clean
