@@ -91,7 +91,7 @@ def test_tables_show_every_package_and_operator(capsys, monkeypatch, emulated) -
     words = [*doctor.PACKAGES, *(name for names in cann.OPERATORS.values() for name in names), "cpu", "cuda", "npu"]
     assert [word for word in words if word not in text] == []
     assert ("(emulated)" in text) == emulated
-    assert ("missing: these functions are refused" in text) != emulated
+    assert (" missing " in text) != emulated
     assert "no kernels yet" in text
 
 

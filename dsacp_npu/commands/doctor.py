@@ -174,6 +174,7 @@ def operator_words(operators: list[dict[str, Any]]) -> list[str]:
 def show(found: dict[str, Any]) -> None:
     """The same as tables."""
     try:
+        from rich.box import SIMPLE_HEAD
         from rich.console import Console
         from rich.table import Table
     except ImportError as error:
@@ -181,9 +182,9 @@ def show(found: dict[str, Any]) -> None:
     console = Console(highlight=False, markup=False)
 
     def table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-        shown = Table(title=title, title_justify="left", title_style="bold")
-        for column in columns:
-            shown.add_column(column, overflow="fold")
+        shown = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+        for i, column in enumerate(columns):
+            shown.add_column(column, overflow="fold", no_wrap=i == 0)  # a name in two lines cannot be copied
         for row in rows:
             shown.add_row(*row)
         console.print(shown)
@@ -206,14 +207,14 @@ def show(found: dict[str, Any]) -> None:
     )
     table(
         f"operators of cann{' (emulated)' if found['emulated'] else ''}",
-        ("operator", "found in", "functions that call it"),
+        ("operator", "found in", "needed by"),
         [(row["name"], place(row), ", ".join(row["functions"])) for row in found["operators"]],
     )
 
 
 def place(row: dict[str, Any]) -> str:
-    """Where an operator was found, under which name if that is another, and whether it is the real one."""
+    """Where an operator was found, and under which name if that is another."""
     if not row["found_in"]:
-        return "missing: these functions are refused"
+        return "missing"
     other = f", as {row['found_as']}" if row["found_as"] != row["name"] else ""
-    return row["found_in"] + other + (" (emulated)" if row["emulated"] else "")
+    return row["found_in"] + other
