@@ -73,15 +73,20 @@ __all__ = [
 ]
 
 
+# Plain Python on constants: a compiler takes the results instead of tracing the arithmetic.
+constant_rope_frequencies = torch.compiler.assume_constant_result(rope_frequencies)  # type: ignore[no-untyped-call]
+constant_yarn_frequencies = torch.compiler.assume_constant_result(yarn_frequencies)  # type: ignore[no-untyped-call]
+
+
 def layer_frequencies(config: AttentionConfig, compress_ratio: int) -> tuple[float, ...]:
     """Mirror of `dsacp_ref.layer.layer_frequencies`."""
     check_record("config", config, AttentionConfig)
     compress_ratio = check_int("compress_ratio", compress_ratio, 1)
     if compress_ratio == 1:
-        return rope_frequencies(config.rope_theta, config.rope_head_dim)
+        return constant_rope_frequencies(config.rope_theta, config.rope_head_dim)
     if config.rope_factor == 1:
-        return rope_frequencies(config.compress_rope_theta, config.rope_head_dim)
-    return yarn_frequencies(
+        return constant_rope_frequencies(config.compress_rope_theta, config.rope_head_dim)
+    return constant_yarn_frequencies(
         config.compress_rope_theta,
         config.rope_head_dim,
         factor=config.rope_factor,
@@ -89,10 +94,6 @@ def layer_frequencies(config: AttentionConfig, compress_ratio: int) -> tuple[flo
         beta_slow=config.rope_beta_slow,
         original_max_position=config.rope_original_max_position,
     )
-
-
-# Plain Python on constants: a compiler takes the result instead of tracing it.
-constant_frequencies = torch.compiler.assume_constant_result(layer_frequencies)  # type: ignore[no-untyped-call]
 
 
 def projected_output(out: Float, wo_a: Float, wo_b: Float) -> Float:
@@ -194,7 +195,7 @@ def check_attention_layer(
 def call_of(weights: LayerWeights, config: AttentionConfig, compress_ratio: int, backend: Backend | None) -> Call:
     """What all rows of a step share."""
     ops: Any = Torch if backend is None else backend
-    return Call(weights, config, constant_frequencies(config, compress_ratio), ops)
+    return Call(weights, config, layer_frequencies(config, compress_ratio), ops)
 
 
 def one_device(x: Float, cache: LayerCache, batch: LayerBatch, call: Call, given_topk: Int32 | None) -> LayerOutput:
