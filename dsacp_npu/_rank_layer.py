@@ -224,7 +224,8 @@ def rank_program(
     )
     device = x.device
     batch, place = moved(plan.batch, device), moved(rows_of(tokens, plan.batch), device)
-    own = own_rows(x, tokens, real, modes.rows)
+    # Pad rows of the caller's hold anything; no exchange gives them to another row, and the end fills them anew.
+    own = spread_rows(x, tokens) if modes.rows == "full" else x
     side = yield from key_side(x, own, place, cp_rank, cache, batch, plan, modes, call)
     cache = written_(cache, side, batch, call)
     # Operators take queries without the pad rows that some rules put between pieces.
@@ -241,13 +242,6 @@ def rank_program(
         output = torch.cat([output, output.new_zeros(len(x) - len(output), output.shape[1])])
     no_choice = ~real.to(device)[:, None]
     return RankOutput(output, spread_rows(chosen, spread).masked_fill(no_choice, -1), cache)
-
-
-def own_rows(x: Float, tokens: Int32, real: torch.Tensor, rows: str) -> Float:
-    """The rank's own rows, pad rows zero."""
-    if rows == "full":
-        return spread_rows(x, tokens)
-    return x.masked_fill(~real.to(x.device)[:, None], 0)
 
 
 def key_side(
