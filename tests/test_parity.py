@@ -622,7 +622,7 @@ def test_a_step_that_is_not_there_is_told(traces: tuple[str, str], capsys: pytes
 def test_a_trace_runs_and_prints_its_tables(
     traces: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(parity, "covering_set", lambda scenarios, seed: covering_set(scenarios, seed)[::25])
+    monkeypatch.setattr(parity, "covering_set", lambda *args, **options: covering_set(*args, **options)[::25])
     assert main(["parity", "--trace", traces[0], "--batches", "2", "--jobs", "1"]) == 0
     out = capsys.readouterr().out
     assert "108 splits of a step right, 0 wrong" in out  # 2 steps, 9 splits, 6 numbers of ranks

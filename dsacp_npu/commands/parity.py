@@ -4,14 +4,23 @@
 
     python -m dsacp_npu parity                          a covering set of the grid, about 150 cells
     python -m dsacp_npu parity --full                   every cell, 27,216: about an hour on 2 cores
+    python -m dsacp_npu parity --short                  about 50 cells: 2 to 4 ranks, every two values once
     python -m dsacp_npu parity --cell ratio=4,...       one cell, as a failing row prints it
     python -m dsacp_npu parity --trace requests.csv     batches drawn from the lengths of a real service
+    python -m dsacp_npu parity --backend torch          the layer of dsacp_npu in the place of the definition
+    python -m dsacp_npu parity --backend cann           the same on operators: emulated, in bfloat16
+    python -m dsacp_npu parity --processes              every rank a process, over gloo; torch, or --backend cann
+    python -m dsacp_npu parity --everything --short     all of these, in turn: what `make parity` runs
 
 A cell is a compress ratio, a number of ranks, a split rule, what ranks hold between layers, how the key side and how
 the output travel, and a scenario: one long prompt, many short ones, prefix hits, chunks that end inside windows or on
 them, decode among prefill, padded slots. Each is run step by step with caches that live on, and compared with one
 device in float64 (within the error of float32) and with the attention of transformers' deepseek_v4. Combinations that
 the design refuses are cells too: they must be refused, and by name.
+
+With --backend cann the sizes are those that the operators take, the scenarios are few ("chunks" behind long prefixes,
+"prefill"), and the measure is the error of torch in bfloat16 on one device. What the operators have no form for must be
+refused, and by name. No NPU is involved: the operators are emulated, so this shows that the contract is kept, no more.
 
 Exit code 0: all cells passed. 1: some did not; each prints a line that repeats it. 2: the call cannot work.
 """
@@ -28,17 +37,20 @@ from contextlib import contextmanager
 from multiprocessing import get_context
 from typing import Any
 
+from dsacp_npu.commands import parity_cann
 from dsacp_npu.commands import parity_table as table
 from dsacp_npu.commands.parity_cells import Cell, all_cells, covering_set, in_order, parsed_cell
+from dsacp_npu.commands.parity_engines import BACKENDS, DEFINITION, Way, device_of, operators_of
 from dsacp_npu.commands.parity_geometry import GeometryResult, geometry
 from dsacp_npu.commands.parity_results import FAIL, CellResult, DeviceResult, cell_result, device_result
 from dsacp_npu.commands.parity_runs import Reference, reference
 from dsacp_npu.commands.parity_scenarios import PLANS, Plan
 from dsacp_npu.commands.parity_trace import drawn_steps, named_step, plan
-from dsacp_ref.spec import check_int, contract_error
+from dsacp_ref.spec import UnsupportedError, check_int, contract_error
 
 BATCHES = 10
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+EVERYTHING = (DEFINITION, Way("torch"), Way("cann"), Way("torch", processes=True), Way("cann", processes=True))
 
 Groups = dict[tuple[str, int], list[Cell]]  # by scenario and ratio: cells that share a reference
 Result = CellResult | DeviceResult
@@ -48,7 +60,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--full", action="store_true", help="every cell of the grid, not a covering set")
+    which.add_argument("--short", action="store_true", help="a smaller covering set, of fewer ranks and scenarios")
     which.add_argument("--cell", metavar="TEXT", help="this cell alone: ratio=4,ranks=3,split=zigzag,...")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--backend", choices=BACKENDS, help="run dsacp_npu.layer with it (default: the definition)")
+    what.add_argument(
+        "--everything", action="store_true", help="the definition and both backends, in one process and over processes"
+    )
+    parser.add_argument("--processes", action="store_true", help="every rank a process, over gloo (default: torch)")
     parser.add_argument("--trace", metavar="FILE", help="batches from real lengths: CSV, or Mooncake's JSON lines")
     parser.add_argument("--batches", type=int, metavar="N", help=f"steps to draw from the trace (default: {BATCHES})")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, rows and choices (default: 0)")
@@ -58,45 +77,86 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run what is asked for, print it, and return the exit code."""
-    start = time.perf_counter()
     check_int("--seed", args.seed, 0)
     jobs = check_int("--jobs", (os.cpu_count() or 1) if args.jobs is None else args.jobs, 1)
-    if args.cell is not None:
-        jobs = 1
+    if args.trace is None and args.batches is not None:
+        raise contract_error("--batches", "come with --trace", args.batches)
+    start = time.perf_counter()
+    ways = asked_for(args)
+    failures = 0
+    for way in ways:
+        if len(ways) > 1 or way != DEFINITION:
+            table.show_heading(way)
+        try:
+            device_of(way)
+        except UnsupportedError as error:  # of what could not run in any cell
+            if len(ways) == 1:
+                raise
+            print(f"\n  not run: {error}")
+        else:
+            failures += run_way(args, way, 1 if args.cell is not None else jobs)
+    if len(ways) > 1:
+        verdict = f"{failures} failed" if failures else "all passed"
+        print(f"\nEverything: {verdict}, {time.perf_counter() - start:.0f} s")
+    return 1 if failures else 0
+
+
+def asked_for(args: argparse.Namespace) -> tuple[Way, ...]:
+    """The ways to run, once the options are found to go together."""
+    if args.everything:
+        for name in ("processes", "cell", "trace"):
+            if getattr(args, name):
+                raise contract_error("--everything", f"not come with --{name}", "both", "run one backend with it")
+        return EVERYTHING
+    if args.backend == "cann" and args.trace is not None:
+        hint = "emulated operators are too slow for such steps; use --backend torch"
+        raise contract_error("--trace", "not come with --backend cann", "both", hint)
+    return (Way(args.backend or ("torch" if args.processes else "numpy"), args.processes),)
+
+
+def run_way(args: argparse.Namespace, way: Way, jobs: int) -> int:
+    """Run one way, print it, and return the number of failures."""
+    start = time.perf_counter()
     geometries: list[GeometryResult] = []
-    if args.trace is None:
-        if args.batches is not None:
-            raise contract_error("--batches", "come with --trace", args.batches)
-        plans: Mapping[str, Plan] = PLANS
-        cells = chosen_cells(args, list(PLANS))
-    else:
+    if args.trace is not None:
         plans, geometries = traced(args)
-        cells = chosen_cells(args, list(plans))
+    else:
+        plans = plans_of(way)
+    cells = chosen_cells(args, list(plans), way)
     groups: Groups = {}
     for cell in in_order(cells):
         groups.setdefault((cell.scenario, cell.ratio), []).append(cell)
-    total = len(groups) + len(cells)
-    results = list(table.followed(results_of(plans, groups, args.seed, jobs), total, "parity"))
+    results = list(table.followed(results_of(plans, groups, args.seed, jobs, way), len(groups) + len(cells), "parity"))
 
     devices = [result for result in results if isinstance(result, DeviceResult)]
     order = {cell: i for i, cell in enumerate(in_order(cells))}
     ranks = sorted((result for result in results if isinstance(result, CellResult)), key=lambda r: order[r.cell])
     if geometries:
         table.show_geometry(geometries)
-    table.show_devices(devices)
-    table.show_cells(ranks)
-    repeat = "python -m dsacp_npu parity" + (f" --trace {shlex.quote(args.trace)}" if args.trace else "")
-    failures = table.show_summary(geometries, devices, ranks, repeat, args.seed)
-    print(f"  time          {time.perf_counter() - start:.0f} s, processes {jobs}")
-    print(f"  versions      {table.versions()}")
-    return 1 if failures else 0
+    show = table.show_half_devices if way.dtype == "bfloat16" else table.show_devices
+    show(devices)
+    table.show_cells(ranks, way)
+    repeat = f"python -m dsacp_npu parity{way.flags}" + (f" --trace {shlex.quote(args.trace)}" if args.trace else "")
+    heading = "" if way == DEFINITION else way.heading
+    failures = table.show_summary(geometries, devices, ranks, repeat, args.seed, heading)
+    workers = "a process for every rank" if way.processes else f"processes {jobs}"
+    print(f"  time          {time.perf_counter() - start:.0f} s, {workers}")
+    print(f"  versions      {table.versions()}", flush=True)
+    return failures
 
 
-def chosen_cells(args: argparse.Namespace, scenarios: Sequence[str]) -> list[Cell]:
+def plans_of(way: Way) -> Mapping[str, Plan]:
+    """The scenarios, by name."""
+    return parity_cann.PLANS if way.backend == "cann" else PLANS
+
+
+def chosen_cells(args: argparse.Namespace, scenarios: Sequence[str], way: Way) -> list[Cell]:
     """The cells to run."""
     if args.cell is not None:
         return [parsed_cell(args.cell, scenarios)]
-    return all_cells(scenarios) if args.full else covering_set(scenarios, args.seed)
+    if args.full:
+        return all_cells(scenarios, way.backend)
+    return covering_set(scenarios, args.seed, way.backend, short=args.short)
 
 
 def traced(args: argparse.Namespace) -> tuple[dict[str, Plan], list[GeometryResult]]:
@@ -116,18 +176,22 @@ def traced(args: argparse.Namespace) -> tuple[dict[str, Plan], list[GeometryResu
 # --- running ---
 
 
-def results_of(plans: Mapping[str, Plan], groups: Groups, seed: int, jobs: int) -> Iterator[Result]:
+def results_of(
+    plans: Mapping[str, Plan], groups: Groups, seed: int, jobs: int, way: Way = DEFINITION
+) -> Iterator[Result]:
     """The result of every group's reference and of every cell, as they come."""
+    if way.processes:
+        yield from results_over_processes(plans, groups, seed, jobs, way)
+        return
     if jobs == 1:
-        for (name, ratio), cells in groups.items():
-            result, made = reference_result(plans[name], ratio, seed)
-            yield result
-            yield from cell_results(cells, made)
+        with operators_of(way):
+            for (name, ratio), cells in groups.items():
+                yield from judged(cells, *reference_result(plans[name], ratio, seed, way))
         return
     with single_threaded_children(), ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         waiting: dict[Future[tuple[DeviceResult, Reference | None]], list[Cell]] = {}
         for (name, ratio), cells in groups.items():
-            waiting[pool.submit(reference_result, plans[name], ratio, seed)] = cells
+            waiting[pool.submit(reference_result, plans[name], ratio, seed, way)] = cells
         running: set[Future[list[CellResult]]] = set()
         try:
             while waiting or running:
@@ -148,11 +212,41 @@ def results_of(plans: Mapping[str, Plan], groups: Groups, seed: int, jobs: int) 
             pool.shutdown(cancel_futures=True)
 
 
-def reference_result(plan: Plan, ratio: int, seed: int) -> tuple[DeviceResult, Reference | None]:
+def results_over_processes(
+    plans: Mapping[str, Plan], groups: Groups, seed: int, jobs: int, way: Way
+) -> Iterator[Result]:
+    """The same where every rank is a process: one cell after the other; with several jobs, one makes references."""
+    from dsacp_npu.commands.parity_processes import close_all
+
+    try:
+        if jobs == 1:
+            for (name, ratio), cells in groups.items():
+                yield from judged(cells, *reference_result(plans[name], ratio, seed, way))
+            return
+        with single_threaded_children(), ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            calls = [pool.submit(reference_result, plans[name], ratio, seed, way) for name, ratio in groups]
+            try:
+                for call, cells in zip(calls, groups.values(), strict=True):
+                    yield from judged(cells, *call.result())
+            finally:
+                pool.shutdown(cancel_futures=True)
+    finally:
+        close_all()
+
+
+def judged(cells: Sequence[Cell], result: DeviceResult, made: Reference | None) -> Iterator[Result]:
+    """A group's results, as they come."""
+    yield result
+    for cell in cells:
+        yield from cell_results([cell], made)
+
+
+def reference_result(plan: Plan, ratio: int, seed: int, way: Way = DEFINITION) -> tuple[DeviceResult, Reference | None]:
     """A group's reference and how it compares with transformers; no reference where one device breaks down."""
     start = time.perf_counter()
     try:
-        made = reference(plan, ratio, seed)
+        make = parity_cann.reference if way.backend == "cann" else reference
+        made = make(plan, ratio, seed, way)
         return device_result(made)._replace(seconds=time.perf_counter() - start), made
     except ImportError:
         raise

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from dsacp_npu.commands.parity_compare import MismatchError
-from dsacp_npu.commands.parity_scenarios import BLOCK_SIZE, CMP_BLOCK_SIZE, Scenario, Step
+from dsacp_npu.commands.parity_scenarios import Scenario, Step
 from dsacp_ref.compressor import CompressorState
 from dsacp_ref.layer import LayerCache, LayerWeights, empty_cache
+from dsacp_ref.quant import QuantizedVectors
 
 
 def mapped(function: Callable[..., Any], *records: Any) -> Any:
@@ -24,6 +25,11 @@ def mapped(function: Callable[..., Any], *records: Any) -> Any:
     return function(*records)
 
 
+def arrays_of(part: Any) -> tuple[np.ndarray, ...]:
+    """The arrays of a cache: one, or the codes and scales of int8 keys."""
+    return tuple(part) if isinstance(part, QuantizedVectors) else (part,)
+
+
 def with_dtype(record: Any, dtype: type) -> Any:
     """The record with its floats in this precision; integers and None stay."""
     return mapped(
@@ -31,15 +37,16 @@ def with_dtype(record: Any, dtype: type) -> Any:
     )
 
 
-def fresh_cache(scenario: Scenario, weights: LayerWeights) -> LayerCache:
-    """A cache that holds nothing: NaN everywhere."""
+def fresh_cache(scenario: Scenario, weights: LayerWeights, *, int8_index_cache: bool = False) -> LayerCache:
+    """A cache that holds nothing: NaN everywhere; int8 index keys have scales that are NaN."""
     empty = empty_cache(
         weights,
         num_blocks=scenario.num_blocks,
-        block_size=BLOCK_SIZE,
+        block_size=scenario.block_size,
         num_cmp_blocks=scenario.num_cmp_blocks,
-        cmp_block_size=CMP_BLOCK_SIZE,
+        cmp_block_size=scenario.cmp_block_size,
         num_slots=scenario.num_slots,
+        int8_index_cache=int8_index_cache,
     )
     return guarded(empty, mapped(lambda part: np.ones(len(part), np.bool_), empty))
 
@@ -47,16 +54,18 @@ def fresh_cache(scenario: Scenario, weights: LayerWeights) -> LayerCache:
 def foreign(step: Step, cache: LayerCache, ratio: int) -> Any:
     """A cache record of masks, one for each array: the blocks and state slots that no request of the step may touch."""
     batch = step.batch
+    block_size, cmp_block_size = cache.swa_cache.shape[1], cache.cmp_cache.shape[1]
     blocks, cmp_blocks = (np.ones(len(part), np.bool_) for part in (cache.swa_cache, cache.cmp_cache))
     slots = np.ones(len(cache.cmp_state.num_tokens), np.bool_)
     slots[batch.state_indices] = False
     for row, seq_len in enumerate(batch.seq_lens.tolist()):
-        blocks[batch.swa_block_table[row, : -(-seq_len // BLOCK_SIZE)]] = False
+        blocks[batch.swa_block_table[row, : -(-seq_len // block_size)]] = False
         if ratio > 1:
-            cmp_blocks[batch.cmp_block_table[row, : -(-(seq_len // ratio) // CMP_BLOCK_SIZE)]] = False
+            cmp_blocks[batch.cmp_block_table[row, : -(-(seq_len // ratio) // cmp_block_size)]] = False
     per_slot: Any = slots
     rings: Any = CompressorState(per_slot, per_slot, per_slot, per_slot)
-    masks: list[Any] = [blocks, cmp_blocks, cmp_blocks[: len(cache.index_cache)], rings, rings]
+    index_blocks = mapped(lambda part: cmp_blocks[: len(part)], cache.index_cache)
+    masks: list[Any] = [blocks, cmp_blocks, index_blocks, rings, rings]
     return LayerCache(*masks)
 
 
@@ -93,10 +102,8 @@ def with_block_copies(cache: LayerCache, step: Step) -> LayerCache:
     parts = {"swa": ["swa_cache"], "cmp": ["cmp_cache", "index_cache"]}
     cache = mapped(np.copy, cache)
     for kind, source, target in step.block_copies:
-        for name in parts[kind]:
-            part = getattr(cache, name)
-            if len(part):
-                part[target] = part[source]
+        for part in (part for name in parts[kind] for part in arrays_of(getattr(cache, name)) if len(part)):
+            part[target] = part[source]
     return cache
 
 

@@ -6,7 +6,8 @@
 
 Most of the grid repeats itself, so by default a covering set runs: every two values that can meet do meet in some
 cell, and so do every ratio and key mode with every split (who owns a window) and with every scenario (what is carried
-on). Cells that must be refused are part of it.
+on). Cells that must be refused are part of it. In the short form of that, pairs alone have to meet, and there are fewer
+values.
 """
 
 from __future__ import annotations
@@ -50,7 +51,12 @@ SYSTEMS = {
     "SGLang in-seq-split": ("zigzag", "scattered", "gather_kv", "replicated_weight"),
     "SGLang round-robin-split": ("round_robin", "scattered", "gather_kv", "replicated_weight"),
 }
-REFUSED_OF_EACH = 5  # cells of every kind of refusal in the covering set
+REFUSED_OF_EACH = 5  # cells of every kind of refusal in the covering set; 1 in the short one
+
+# What the short form has of them, and what of the operators is refused by any split alike.
+SHORT_RANKS = (2, 3, 4)
+SHORT_SCENARIOS = ("short", "prefix", "mixed", "padded")
+CANN_SPLITS = ("contiguous", "contiguous_request", "zigzag", "round_robin", "round_robin_page(128)")
 
 
 class Cell(NamedTuple):
@@ -112,9 +118,11 @@ KEYS_OF_ROWS = {
     "full": ("replicate", "gather_kv", "gather_compressed"),
     "scattered": ("gather_hidden", "gather_kv", "gather_compressed"),
 }
+# The compressor operator projects and pools in one call: there is nothing between them to gather.
+NOT_IN_CANN = ("gather_kv", "gather_compressed")
 
 
-def refusals(cell: Cell) -> tuple[str, ...]:
+def refusals(cell: Cell, backend: str = "numpy") -> tuple[str, ...]:
     """The names of the arguments that may be refused in this cell; none in a cell that must run.
 
     This must not ask `dsacp_ref.config.check_combination`, which it is compared with.
@@ -123,10 +131,10 @@ def refusals(cell: Cell) -> tuple[str, ...]:
     >>> refusals(cell), refusals(cell._replace(ratio=1)), refusals(cell._replace(rows="scattered", keys="replicate"))
     (('split',), (), ('key_mode',))
     """
-    return tuple(str(name) for name, *_ in refused_kinds(cell))
+    return tuple(str(name) for name, *_ in refused_kinds(cell, backend))
 
 
-def refused_kinds(cell: Cell) -> Iterator[tuple[object, ...]]:
+def refused_kinds(cell: Cell, backend: str = "numpy") -> Iterator[tuple[object, ...]]:
     """Every reason to refuse this cell: the argument's name, then the values that exclude each other."""
     if cell.keys not in KEYS_OF_ROWS[cell.rows]:
         yield "key_mode", cell.rows, cell.keys
@@ -136,26 +144,32 @@ def refused_kinds(cell: Cell) -> Iterator[tuple[object, ...]]:
         yield "split", cell.split, cell.ratio
     if cell.output == "all_to_all" and (NUM_HEADS % cell.ranks or O_GROUPS % cell.ranks):
         yield "cp_size", cell.ranks, cell.output
+    if backend == "cann" and cell.keys in NOT_IN_CANN:
+        yield "backend", cell.keys
 
 
 # --- which cells run ---
 
 
-def all_cells(scenarios: Sequence[str]) -> list[Cell]:
-    """The whole grid."""
-    return [Cell(*values) for values in product(RATIOS, RANKS, SPLITS, ROWS, KEYS, OUTPUTS, scenarios)]
+def all_cells(scenarios: Sequence[str], backend: str = "numpy", *, short: bool = False) -> list[Cell]:
+    """The whole grid; of the short form, all that it may choose from."""
+    ranks = SHORT_RANKS if short else RANKS
+    splits = CANN_SPLITS if short and backend == "cann" else SPLITS
+    if short:
+        scenarios = [name for name in scenarios if name in SHORT_SCENARIOS] or scenarios
+    return [Cell(*values) for values in product(RATIOS, ranks, splits, ROWS, KEYS, OUTPUTS, scenarios)]
 
 
-def covering_set(scenarios: Sequence[str], seed: int) -> list[Cell]:
+def covering_set(scenarios: Sequence[str], seed: int, backend: str = "numpy", *, short: bool = False) -> list[Cell]:
     """Few cells in which every legal pair of values meets, what `SYSTEMS` do, and some of every kind of refusal.
 
     Greedy: the cell with most new meetings is next; the seed decides between equals.
     """
     rng = np.random.default_rng(seed)
-    grid = all_cells(scenarios)
+    grid = all_cells(scenarios, backend, short=short)
     grid = [grid[i] for i in rng.permutation(len(grid))]
-    legal = [cell for cell in grid if not refusals(cell)]
-    met = meetings(legal)
+    legal = [cell for cell in grid if not refusals(cell, backend)]
+    met = meetings(legal, triples=not short or backend == "cann")
     open_meetings = np.zeros(int(met.max()) + 1, np.bool_)
     open_meetings[met] = True
     chosen = []
@@ -166,26 +180,30 @@ def covering_set(scenarios: Sequence[str], seed: int) -> list[Cell]:
         chosen.append(legal[best])
 
     for ratio, way in product(RATIOS, SYSTEMS.values()):
-        choose(np.array([i for i, cell in enumerate(legal) if (cell.ratio, cell[2:6]) == (ratio, way)]))
+        candidates = [i for i, cell in enumerate(legal) if (cell.ratio, cell[2:6]) == (ratio, way)]
+        if candidates:
+            choose(np.array(candidates))
     while open_meetings.any():
         choose(np.arange(len(legal)))
     count: dict[tuple[object, ...], int] = {}
     for cell in grid:
-        kinds = list(refused_kinds(cell))
-        if len(kinds) == 1 and count.setdefault(kinds[0], 0) < REFUSED_OF_EACH:  # one reason: its text is known
+        kinds = list(refused_kinds(cell, backend))
+        if len(kinds) == 1 and count.setdefault(kinds[0], 0) < (
+            1 if short else REFUSED_OF_EACH
+        ):  # one reason: its text is known
             count[kinds[0]] += 1
             chosen.append(cell)
     return chosen
 
 
-def meetings(cells: Sequence[Cell]) -> np.ndarray:
+def meetings(cells: Sequence[Cell], *, triples: bool = True) -> np.ndarray:
     """One number for each pair of values, and for each triple that matters, that meet in a cell."""
     columns = [np.unique(np.array(column), return_inverse=True) for column in zip(*cells, strict=True)]
     sizes = [len(values) for values, _ in columns]
     place = {name: i for i, name in enumerate(Cell._fields)}
-    triples = [tuple(place[name] for name in ("ratio", "keys", third)) for third in ("split", "scenario")]
+    more = [tuple(place[name] for name in ("ratio", "keys", third)) for third in ("split", "scenario") if triples]
     numbers, first = [], 0
-    for group in (*combinations(range(len(sizes)), 2), *triples):
+    for group in (*combinations(range(len(sizes)), 2), *more):
         shape = [sizes[i] for i in group]
         numbers.append(first + np.ravel_multi_index([columns[i][1] for i in group], shape))
         first += math.prod(shape)

@@ -1,7 +1,8 @@
 """What `parity` calls equal: integers exactly, selections as sets, floats within the error that float32 makes anyway.
 
 A budget is twice the error of the plain float32 computation on one device, both against float64, plus two ulps of the
-largest value; it holds for the largest error and for the Frobenius norm.
+largest value; it holds for the largest error and for the Frobenius norm. In bfloat16 the plain computation and the
+ulps of the largest error are of bfloat16.
 """
 
 from __future__ import annotations
@@ -11,6 +12,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+
+LISTED = 16  # entries of a selection that a text shows
+
+# Ulps of float32 in an ulp of each dtype.
+GRAINS = {"float32": 1, "bfloat16": 2**16}
 
 # Against transformers no budget can be computed, because there is no float64 run of it. It agrees with float64 to 1e-5
 # at output scales of 4 to 7, which our weights also give, and the weakest wrong detail that we know of moves 2e-3.
@@ -46,13 +52,14 @@ def ulp(magnitude: float) -> float:
     return float(np.spacing(np.float32(magnitude)))
 
 
-def error_of(actual: np.ndarray, exact: np.ndarray, plain: np.ndarray) -> Error:
+def error_of(actual: np.ndarray, exact: np.ndarray, plain: np.ndarray, grain: int = 1) -> Error:
     """The error of float32 results against float64 ones, where those are finite; NaN is an infinite error.
 
     Args:
         actual: float32[rows, ...], what is judged.
         exact: float64, same shape.
         plain: float32, same shape, one device.
+        grain: ulps of float32 in one of the numbers that are judged, see `GRAINS`; in the norm roundings even out.
 
     >>> error_of(np.float32([[1.5]]), np.float64([[1.5]]), np.float32([[1.5]]))
     Error(size=0.0, share=0.0, row=0)
@@ -69,7 +76,7 @@ def error_of(actual: np.ndarray, exact: np.ndarray, plain: np.ndarray) -> Error:
     plain_error = np.where(finite, plain - exact, 0)
     largest = float(error.max())
     shares = [
-        largest / (2 * float(np.abs(plain_error).max()) + 2 * ulp(scale)),
+        largest / (2 * float(np.abs(plain_error).max()) + 2 * grain * ulp(scale)),
         float(np.linalg.norm(error)) / (2 * float(np.linalg.norm(plain_error)) + 2 * ulp(norm)),
     ]
     row = int(error.reshape(len(error), -1).max(axis=1).argmax())
@@ -90,6 +97,11 @@ def scoring_noise(exact: Sequence[np.ndarray], plain: Sequence[np.ndarray]) -> f
                 noise, 4 * float(np.abs(low[seen] - high[seen]).max()) + 4 * ulp(float(np.abs(high[seen]).max()))
             )
     return noise
+
+
+def listed(numbers: np.ndarray) -> str:
+    """A row of a selection, cut where it is long."""
+    return str(numbers.tolist()) if len(numbers) <= LISTED else f"[{', '.join(map(str, numbers[:LISTED]))}, ...]"
 
 
 def swapped_rows(actual: np.ndarray, expected: np.ndarray, scores: np.ndarray, noise: float) -> np.ndarray:
@@ -116,7 +128,7 @@ def swapped_rows(actual: np.ndarray, expected: np.ndarray, scores: np.ndarray, n
     trailing = (actual[:, 1:] >= 0) & (actual[:, :-1] < 0)
     for row in np.flatnonzero(swapped | trailing.any(axis=1)).tolist():
         got, due = set(actual[row].tolist()) - {-1}, set(expected[row].tolist()) - {-1}
-        said = f"row {row} chose {actual[row].tolist()}, expected {expected[row].tolist()}"
+        said = f"row {row} chose {listed(actual[row])}, expected {listed(expected[row])}"
         if trailing[row].any() or (actual[row] >= 0).sum() != len(got) or len(got) != len(due):
             raise MismatchError(f"{said}: as many distinct entries, then -1")
         for new in got - due:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dsacp_npu.commands.parity_caches import fresh_cache
 from dsacp_npu.commands.parity_cells import Cell, refusals
 from dsacp_npu.commands.parity_compare import (
+    GRAINS,
     THEIRS_LIMIT,
     Error,
     MismatchError,
@@ -18,10 +18,11 @@ from dsacp_npu.commands.parity_compare import (
     error_of,
     swapped_rows,
 )
-from dsacp_npu.commands.parity_runs import CONFIG, RankStep, Reference, one_device, over_ranks, rank_inputs, run_layer
-from dsacp_npu.commands.parity_scenarios import BLOCK_SIZE, Scenario, step_tokens
+from dsacp_npu.commands.parity_runs import RankStep, Reference, one_device, over_ranks, rank_inputs, run_layer
+from dsacp_npu.commands.parity_scenarios import Scenario, step_tokens
 from dsacp_ref.layer import LayerCache
 from dsacp_ref.paging import slot_mapping
+from dsacp_ref.quant import QuantizedVectors
 from dsacp_ref.spec import UnsupportedError
 
 OK, REFUSED, FAIL = "ok", "refused", "FAIL"
@@ -36,9 +37,9 @@ class CellResult(NamedTuple):
         verdict: OK, REFUSED (and had to be) or FAIL.
         text: of a refusal, or what is wrong.
         error: against one device in float64, largest error over largest value.
-        share: of the float32 budget, the worse of largest and Frobenius error.
+        share: of the budget, the worse of largest and Frobenius error.
         place: of the largest error.
-        theirs, theirs_place: largest absolute difference from transformers.
+        theirs, theirs_place: largest absolute difference from transformers; 0 where that is not compared with.
         swaps: rows in which another selection was accepted.
     """
 
@@ -101,14 +102,18 @@ def device_result(reference: Reference) -> DeviceResult:
         ).size,
     )
     try:
-        swaps = accepted("one device in float32", reference.own.topk, reference)
+        swaps = accepted(f"one device in {reference.way.dtype}", reference.own.topk, reference)
+        if not reference.theirs:
+            return result._replace(swaps=swaps, seconds=time.perf_counter() - start)
         theirs_swaps = accepted("transformers", reference.theirs_topk, reference)
         result = result._replace(swaps=swaps, theirs_swaps=theirs_swaps)
         same = ~theirs_differ(reference)
         theirs, at = theirs_error(joined(scenario, plain.outputs), reference, same)
         given, given_at = theirs, at
         if theirs_swaps:
-            outputs = one_device(scenario, reference.weights, reference.theirs_topk).outputs
+            outputs = one_device(
+                scenario, reference.weights, reference.config, reference.start, reference.theirs_topk
+            ).outputs
             given, given_at = theirs_error(joined(scenario, outputs), reference, np.ones_like(same))
         result = result._replace(theirs=theirs, given=given, place=row_place(scenario, 0, given_at))
         if not max(theirs, given) < THEIRS_LIMIT:
@@ -174,7 +179,8 @@ def cell_result(cell: Cell, reference: Reference) -> CellResult:
     """The cell run and compared. Whatever the layer raises is a finding about the layer, not the end of `parity`."""
     start = time.perf_counter()
     try:
-        result = refused_result(cell, reference) if refusals(cell) else compared_result(cell, reference)
+        refused = refusals(cell, reference.way.backend)
+        result = refused_result(cell, reference) if refused else compared_result(cell, reference)
     except MismatchError as error:
         result = CellResult(cell, FAIL, str(error))
     except UnsupportedError as error:
@@ -186,11 +192,10 @@ def cell_result(cell: Cell, reference: Reference) -> CellResult:
 
 def refused_result(cell: Cell, reference: Reference) -> CellResult:
     """A cell that must be refused, by the name of an argument that the design refuses."""
-    step, names = reference.scenario.steps[0], refusals(cell)
+    step, names = reference.scenario.steps[0], refusals(cell, reference.way.backend)
     _, inputs = rank_inputs(cell, step)
-    caches = [fresh_cache(reference.scenario, reference.weights)] * cell.ranks
     try:
-        run_layer(cell, reference.weights, step, inputs, caches)
+        run_layer(cell, reference, step, inputs, [reference.start] * cell.ranks)
     except UnsupportedError as error:
         if str(error).split(maxsplit=1)[0] not in names:
             raise MismatchError(f"must be refused for {' or '.join(names)}, but is for: {error}") from None
@@ -204,14 +209,15 @@ def compared_result(cell: Cell, reference: Reference) -> CellResult:
     exact, plain = joined(scenario, reference.exact.outputs), joined(scenario, reference.plain.outputs)
     steps, caches = over_ranks(cell, reference)
     left_out = joined(scenario, [step.left_out for step in steps])
-    same = ~theirs_differ(reference) & ~left_out
+    same = ~theirs_differ(reference) & ~left_out if reference.theirs else None
+    grain = GRAINS[reference.way.dtype]
     worst, theirs = (NOTHING, NOWHERE), (0.0, NOWHERE)
     for rows, owners in views(scenario, steps):
         rows[left_out] = exact[left_out]
-        error = error_of(rows, exact, plain)
+        error = error_of(rows, exact, plain, grain)
         if error.share >= worst[0].share:
             worst = error, row_place(scenario, int(owners[error.row]), error.row)
-        off, row = theirs_error(rows, reference, same)
+        off, row = (0.0, 0) if same is None else theirs_error(rows, reference, same)
         if off >= theirs[0]:
             theirs = off, row_place(scenario, int(owners[row]), row)
     swaps = sum(int(step.swapped.sum()) for step in steps)
@@ -220,7 +226,8 @@ def compared_result(cell: Cell, reference: Reference) -> CellResult:
     if not theirs[0] < THEIRS_LIMIT:
         wrong.insert(0, f"{theirs[0]:.3g} off transformers at {theirs[1]}, allowed {THEIRS_LIMIT}")
     if not worst[0].share <= 1:
-        wrong.insert(0, f"{worst[0].share:.3g} times the float32 budget off one device at {worst[1]}")
+        budget = f"{worst[0].share:.3g} times the {reference.way.dtype} budget"
+        wrong.insert(0, f"{budget} off one device at {worst[1]}")
     return result._replace(verdict=FAIL, text="; ".join(wrong[:3])) if wrong else result
 
 
@@ -264,30 +271,35 @@ def wrong_caches(cell: Cell, reference: Reference, caches: list[LayerCache]) -> 
             known, due = ~np.isnan(mine), ~np.isnan(high)
             if name == "swa_cache" and cell.keys == "gather_compressed":
                 # A rank has the raw rows that it read, and those that the next step reads.
-                due &= known | last_windows(reference.scenario, len(high))[..., None]
+                due &= known | last_windows(reference, len(high))[..., None]
             if (known != due).any():
                 block = int(np.argwhere(known != due)[0][0])
                 yield f"rank {rank}: {name} {'lacks' if due[block].any() else 'has'} rows at {block}"
                 continue
-            error = error_of(mine, np.where(due, high, np.nan), low)
+            dtype = "float32" if "_state." in name else reference.way.dtype
+            error = error_of(mine, np.where(due, high, np.nan), low, GRAINS[dtype])
             if not error.share <= 1:
-                yield f"rank {rank}: {name} is {error.share:.3g} times the float32 budget off at {error.row}"
+                yield f"rank {rank}: {name} is {error.share:.3g} times the {dtype} budget off at {error.row}"
 
 
 def leaves(record: Any, name: str = "") -> list[tuple[str, np.ndarray]]:
-    """Every array of a record, with its name."""
+    """Every array of a record, with its name; int8 keys as the vectors that their codes stand for."""
+    if isinstance(record, QuantizedVectors):
+        record = record.values * record.scales.astype(np.float64)[..., None]
     if not hasattr(record, "_fields"):
         return [(name, record)]
     named = zip(record._fields, record, strict=True)
     return [leaf for field, part in named for leaf in leaves(part, f"{name}.{field}" if name else field)]
 
 
-def last_windows(scenario: Scenario, num_blocks: int) -> np.ndarray:
+def last_windows(reference: Reference, num_blocks: int) -> np.ndarray:
     """bool[num_blocks, block_size]: the raw rows that the next token of any request would read."""
+    scenario = reference.scenario
     tables = {name: (step.batch, row) for step in scenario.steps for row, name in enumerate(step.requests)}
-    due = np.zeros(num_blocks * BLOCK_SIZE, np.bool_)
+    due = np.zeros(num_blocks * scenario.block_size, np.bool_)
     for batch, row in tables.values():
         seq_len = int(batch.seq_lens[row])
-        positions = np.arange(max(0, seq_len - CONFIG.window_size + 1), seq_len, dtype=np.int32)
-        due[slot_mapping(positions, np.full(len(positions), row, np.int32), batch.swa_block_table, BLOCK_SIZE)] = True
-    return due.reshape(num_blocks, BLOCK_SIZE)
+        positions = np.arange(max(0, seq_len - reference.config.window_size + 1), seq_len, dtype=np.int32)
+        owner = np.full(len(positions), row, np.int32)
+        due[slot_mapping(positions, owner, batch.swa_block_table, scenario.block_size)] = True
+    return due.reshape(num_blocks, scenario.block_size)

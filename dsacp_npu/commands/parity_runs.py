@@ -6,13 +6,15 @@
     plain    one device, float32             } a Reference: once for a scenario and ratio
     theirs   transformers, float32          /
     over_ranks   float32, a cache a rank, compared with all three: once for a cell
+
+`parity_cann` makes the Reference for cells in bfloat16, where the mirror on one device is the plain run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,13 +30,15 @@ from dsacp_npu.commands.parity_caches import (
 )
 from dsacp_npu.commands.parity_cells import NUM_HEADS, O_GROUPS, Cell
 from dsacp_npu.commands.parity_compare import MismatchError, scoring_noise, swapped_rows
+from dsacp_npu.commands.parity_engines import DEFINITION, Way, engine
 from dsacp_npu.commands.parity_scenarios import Plan, Scenario, Step, scenario, step_tokens
 from dsacp_ref import layer
-from dsacp_ref.config import split_rule
+from dsacp_ref.config import AttentionConfig, split_rule
 from dsacp_ref.indexer import index_head_weights, index_queries, index_scores
-from dsacp_ref.layer import LayerCache, LayerWeights, RanksOutput
+from dsacp_ref.layer import LayerCache, LayerOutput, LayerWeights, RanksOutput
 from dsacp_ref.paging import gathered_rows, slot_mapping
 from dsacp_ref.partition import Partition, partition_tokens
+from dsacp_ref.quant import QuantizedVectors, int8_index_scores, quantized_int8
 from dsacp_ref.rope import rope_table
 
 # The window is shorter than most chunks, and a query chooses 6 of up to 80 entries.
@@ -75,8 +79,11 @@ class Reference(NamedTuple):
         own: Run in float32.
         plain: Run in float32, given the exact selection.
         noise: of float32 scoring, see `scoring_noise`.
-        theirs: per step, transformers' float32[rows, hidden], NaN in rows of no request.
+        theirs: per step, transformers' float32[rows, hidden], NaN in rows of no request; nothing in bfloat16.
         theirs_topk: per step, its int32[rows, index_topk], -1 in rows of no request; 0 wide without an indexer.
+        config: of the layer.
+        way: in which the cells run.
+        start: the cache before the first step, the same for every run.
     """
 
     scenario: Scenario
@@ -87,20 +94,24 @@ class Reference(NamedTuple):
     noise: float
     theirs: list[np.ndarray]
     theirs_topk: list[np.ndarray]
+    config: AttentionConfig
+    way: Way
+    start: LayerCache
 
 
 # --- one device, and transformers ---
 
 
-def reference(plan: Plan, ratio: int, seed: int) -> Reference:
+def reference(plan: Plan, ratio: int, seed: int, way: Way = DEFINITION) -> Reference:
     """All that the cells of one scenario are compared with. Needs torch and transformers."""
     layer_idx = CONFIG.compress_ratios.index(ratio)
     model = outside.build_model(CONFIG, seed=seed)
     weights = outside.reference_weights(outside.layer_weights(model, layer_idx))
     made = scenario(plan, ratio, hidden_size=CONFIG.hidden_size, seed=seed)
-    exact = one_device(made, with_dtype(weights, np.float64))
-    own = one_device(made, weights)
-    plain = one_device(made, weights, exact.topk) if weights.indexer else own
+    start = fresh_cache(made, weights)
+    exact = one_device(made, with_dtype(weights, np.float64), CONFIG, start)
+    own = one_device(made, weights, CONFIG, start)
+    plain = one_device(made, weights, CONFIG, start, exact.topk) if weights.indexer else own
     runs = {name: outside.block_output(model, layer_idx, rows) for name, rows in made.streams.items() if len(rows)}
     theirs, theirs_topk = [], []
     for step in made.steps:
@@ -116,33 +127,63 @@ def reference(plan: Plan, ratio: int, seed: int) -> Reference:
                     topk[mine] = chosen[positions[mine]]
         theirs.append(rows)
         theirs_topk.append(topk)
-    return Reference(made, weights, exact, own, plain, scoring_noise(exact.scores, own.scores), theirs, theirs_topk)
+    noise = scoring_noise(exact.scores, own.scores)
+    return Reference(made, weights, exact, own, plain, noise, theirs, theirs_topk, CONFIG, way, start)
 
 
-def one_device(scenario: Scenario, weights: LayerWeights, given: Sequence[np.ndarray] | None = None) -> Run:
-    """The scenario on one device, in the precision of the weights; with a selection per step when it is given."""
-    run = Run([], [], [], fresh_cache(scenario, weights))
-    cache = run.cache
+def definition_layer(*args: Any, **options: Any) -> LayerOutput:
+    """One step of the definition on one device."""
+    return layer.attention_layer(*args, **options)
+
+
+def unrounded(values: np.ndarray) -> np.ndarray:
+    """The same values."""
+    return values
+
+
+def one_device(
+    scenario: Scenario,
+    weights: LayerWeights,
+    config: AttentionConfig,
+    start: LayerCache,
+    given: Sequence[np.ndarray] | None = None,
+    *,
+    run_layer: Callable[..., LayerOutput] = definition_layer,
+    stored: Callable[[np.ndarray], np.ndarray] = unrounded,
+) -> Run:
+    """The scenario on one device, in the precision of the weights; with a selection per step when it is given.
+
+    ``run_layer`` makes a step; ``stored`` rounds index queries and weights as it stores them.
+    """
+    cache = with_dtype(start, weights.wkv.dtype.type)
+    run = Run([], [], [], cache)
     for i, step in enumerate(scenario.steps):
         cache = with_block_copies(cache, step)
         masks = foreign(step, cache, scenario.ratio)
-        out = layer.attention_layer(
+        out = run_layer(
             step.x.astype(weights.wkv.dtype),
             weights,
             guarded(cache, masks),
             step.batch,
-            CONFIG,
+            config,
             compress_ratio=scenario.ratio,
             given_topk=given[i] if given else None,
         )
         run.outputs.append(out.output)
         run.topk.append(out.topk_indices)
-        run.scores.append(step_scores(step, out.cache, weights, scenario.ratio))
+        run.scores.append(step_scores(step, out.cache, weights, config, scenario.ratio, stored))
         cache = with_state_copies(unguarded(out.cache, cache, masks), step)
     return run._replace(cache=cache)
 
 
-def step_scores(step: Step, cache: LayerCache, weights: LayerWeights, ratio: int) -> np.ndarray:
+def step_scores(
+    step: Step,
+    cache: LayerCache,
+    weights: LayerWeights,
+    config: AttentionConfig,
+    ratio: int,
+    stored: Callable[[np.ndarray], np.ndarray] = unrounded,
+) -> np.ndarray:
     """The index score of every entry that each row sees after the step, else NaN; 0 wide without an indexer."""
     requests, positions = step_tokens(step)
     seq_lens = step.batch.seq_lens.tolist()
@@ -157,14 +198,20 @@ def step_scores(step: Step, cache: LayerCache, weights: LayerWeights, ratio: int
         if not len(rows):
             continue
         x = step.x[rows].astype(dtype)
-        table = rope_table(positions[rows].astype(np.int32), layer.layer_frequencies(CONFIG, ratio))
-        d = CONFIG.index_head_dim
-        q = index_queries(layer.query_latent(x, weights, CONFIG), weights.indexer.wq_b, *table, index_head_dim=d)
-        head_weights = index_head_weights(x, weights.indexer.weights_proj, index_head_dim=d)
+        table = rope_table(positions[rows].astype(np.int32), layer.layer_frequencies(config, ratio))
+        d = config.index_head_dim
+        latent = stored(layer.query_latent(x, weights, config))
+        q = stored(index_queries(latent, weights.indexer.wq_b, *table, index_head_dim=d))
+        head_weights = stored(index_head_weights(x, weights.indexer.weights_proj, index_head_dim=d))
         row_of_table = np.full(len(entries), request, np.int32)
-        slots = slot_mapping(entries, row_of_table, step.batch.cmp_block_table, cache.index_cache.shape[1])
+        slots = slot_mapping(entries, row_of_table, step.batch.cmp_block_table, cache.cmp_cache.shape[1])
         seen = entries < (positions[rows, None] + 1) // ratio
-        all_scores = index_scores(q, head_weights, gathered_rows(cache.index_cache, slots))
+        keys = cache.index_cache
+        if isinstance(keys, QuantizedVectors):
+            keys = QuantizedVectors(gathered_rows(keys.values, slots), gathered_rows(keys.scales, slots))
+            all_scores = int8_index_scores(quantized_int8(q), head_weights.astype(np.float16), keys)
+        else:
+            all_scores = index_scores(q, head_weights, gathered_rows(keys, slots))
         scores[rows, : len(entries)] = np.where(seen, all_scores, np.nan)
     return scores
 
@@ -192,7 +239,7 @@ class RankStep(NamedTuple):
 def over_ranks(cell: Cell, reference: Reference) -> tuple[list[RankStep], list[LayerCache]]:
     """Every step of the scenario over ranks in the cell's way, and the ranks' caches after the last."""
     scenario = reference.scenario
-    caches = [fresh_cache(scenario, reference.weights) for _ in range(cell.ranks)]
+    caches = [reference.start] * cell.ranks
     steps = []
     for i, step in enumerate(scenario.steps):
         caches = [with_block_copies(cache, step) for cache in caches]
@@ -204,9 +251,11 @@ def over_ranks(cell: Cell, reference: Reference) -> tuple[list[RankStep], list[L
     return steps, caches
 
 
-def runs_by_heads(step: Step, cp_size: int) -> bool:
+def runs_by_heads(step: Step, cp_size: int, backend: str) -> bool:
     """Whether the step leaves the tokens whole: it only decodes, and the ranks divide the heads."""
     divides = NUM_HEADS % cp_size == 0 and O_GROUPS % cp_size == 0
+    if backend == "cann":  # the operator takes 4 heads and their multiples
+        divides = divides and NUM_HEADS // cp_size % 4 == 0
     return divides and not layer.uses_context_parallel(step.batch.query_start_loc, step.batch.seq_lens)
 
 
@@ -214,16 +263,18 @@ def rank_step(cell: Cell, reference: Reference, i: int, caches: list[LayerCache]
     """Step i over ranks, its selection compared with the exact one."""
     step, weights = reference.scenario.steps[i], reference.weights
     every = np.arange(len(step.x))
-    if runs_by_heads(step, cell.ranks):
-        by_heads = layer.head_parallel_layer(step.x, weights, caches, step.batch, CONFIG, compress_ratio=cell.ratio)
+    if runs_by_heads(step, cell.ranks, reference.way.backend):
+        run = engine(reference.way).by_heads
+        by_heads = run(step.x, weights, caches, step.batch, reference.config, compress_ratio=cell.ratio)
         swapped = checked_selections(by_heads, [every] * cell.ranks, reference, i)
         return RankStep(by_heads, None, swapped, swapped)
 
     partition, inputs = rank_inputs(cell, step)
-    result = run_layer(cell, weights, step, inputs, caches)
+    result = run_layer(cell, reference, step, inputs, caches)
     swapped = checked_selections(result, partition.token_indices, reference, i)
     if swapped.any():
-        result = run_layer(cell, weights, step, inputs, caches, reference.exact.topk[i])
+        rows = len(every) if cell.rows == "full" else int(step.batch.query_start_loc[-1])
+        result = run_layer(cell, reference, step, inputs, caches, reference.exact.topk[i][:rows])
     tokens = None if cell.rows == "full" else partition.token_indices
     return RankStep(result, tokens, swapped, np.zeros(len(every), np.bool_))
 
@@ -250,19 +301,19 @@ def rank_inputs(cell: Cell, step: Step) -> tuple[Partition, list[np.ndarray]]:
 
 def run_layer(
     cell: Cell,
-    weights: LayerWeights,
+    reference: Reference,
     step: Step,
     inputs: list[np.ndarray],
     caches: list[LayerCache],
     given_topk: np.ndarray | None = None,
 ) -> RanksOutput:
     """One step of the layer over ranks in the cell's way."""
-    return layer.layer_over_ranks(
+    made: RanksOutput = engine(reference.way).over_ranks(
         inputs,
-        weights,
+        reference.weights,
         caches,
         step.batch,
-        CONFIG,
+        reference.config,
         compress_ratio=cell.ratio,
         split=cell.split,
         rows=cell.rows,
@@ -271,6 +322,7 @@ def run_layer(
         num_input_tokens=padded_rows(cell, step),
         given_topk=given_topk,
     )
+    return made
 
 
 def checked_selections(result: RanksOutput, tokens: Sequence[np.ndarray], reference: Reference, i: int) -> np.ndarray:

@@ -30,12 +30,14 @@ class Plan:
         forks: request -> (parent, position): it starts from the parent's state at that position, shares the parent's
             full blocks and copies a block that is cut. A step of the parent must end there.
         padding: rows that the stream of each step has beyond the last request.
+        before: tokens that requests have before the first step, in caches that every run is given.
     """
 
     name: str
     steps: tuple[dict[str, int], ...]
     forks: dict[str, tuple[str, int]] = field(default_factory=dict)
     padding: int = 0
+    before: dict[str, int] = field(default_factory=dict)
 
 
 PLANS = {
@@ -122,13 +124,17 @@ class Scenario(NamedTuple):
         ratio: compress ratio of the layer it is for.
         streams: request -> float32[tokens, hidden].
         steps: Step.
-        num_blocks, num_cmp_blocks, num_slots: sizes of the caches.
+        before: Step that fills the caches which every run is given; None where they start empty.
+        block_size, cmp_block_size, num_blocks, num_cmp_blocks, num_slots: sizes of the caches.
     """
 
     name: str
     ratio: int
     streams: dict[str, np.ndarray]
     steps: tuple[Step, ...]
+    before: Step | None
+    block_size: int
+    cmp_block_size: int
     num_blocks: int
     num_cmp_blocks: int
     num_slots: int
@@ -160,7 +166,7 @@ def is_slot(request: str) -> bool:
 def totals(plan: Plan) -> dict[str, int]:
     """All tokens of each request, those of its shared prefix included."""
     lengths = {name: position for name, (_, position) in plan.forks.items()}
-    for step in plan.steps:
+    for step in (plan.before, *plan.steps):
         for name, new in step.items():
             lengths[name] = lengths.get(name, 0) + new
     return lengths
@@ -211,12 +217,20 @@ class Blocks:
         return table
 
 
-def scenario(plan: Plan, ratio: int, *, hidden_size: int, seed: int) -> Scenario:
+def scenario(
+    plan: Plan,
+    ratio: int,
+    *,
+    hidden_size: int,
+    seed: int,
+    block_size: int = BLOCK_SIZE,
+    cmp_block_size: int = CMP_BLOCK_SIZE,
+) -> Scenario:
     """The arrays of a plan, for a layer of this ratio. Hidden rows are the same for all ratios."""
     key = [seed, zlib.crc32(plan.name.encode())]
     streams = hidden_streams(plan, hidden_size, np.random.default_rng(key))
     rng = np.random.default_rng([*key, ratio])
-    raw, entries = Blocks(plan, "swa", BLOCK_SIZE, 1, rng), Blocks(plan, "cmp", CMP_BLOCK_SIZE, ratio, rng)
+    raw, entries = Blocks(plan, "swa", block_size, 1, rng), Blocks(plan, "cmp", cmp_block_size, ratio, rng)
     kinds = (raw, entries) if ratio > 1 else (raw,)
     names = sorted({*streams, *(name for step in plan.steps for name in step)})
     num_slots = len(names) + 2
@@ -224,7 +238,7 @@ def scenario(plan: Plan, ratio: int, *, hidden_size: int, seed: int) -> Scenario
     done = {name: plan.forks.get(name, ("", 0))[1] for name in streams}
     waiting = set(plan.forks)
     steps = []
-    for planned in plan.steps:
+    for planned in (plan.before, *plan.steps) if plan.before else plan.steps:
         requests = list(planned)
         copies = [(b.kind, *b.cuts[name]) for name in requests if name in waiting for b in kinds if name in b.cuts]
         waiting -= set(requests)
@@ -248,4 +262,6 @@ def scenario(plan: Plan, ratio: int, *, hidden_size: int, seed: int) -> Scenario
         )
         x = np.concatenate([*rows, np.full((plan.padding, hidden_size), np.nan, np.float32)])
         steps.append(Step(x, batch, tuple(requests), tuple(copies), snapshots))
-    return Scenario(plan.name, ratio, streams, tuple(steps), raw.count, entries.count, num_slots)
+    before = steps.pop(0) if plan.before else None
+    sizes = (block_size, cmp_block_size, raw.count, entries.count, num_slots)
+    return Scenario(plan.name, ratio, streams, tuple(steps), before, *sizes)

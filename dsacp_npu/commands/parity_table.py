@@ -15,6 +15,7 @@ import numpy as np
 
 from dsacp_npu.commands.parity_cells import SPLITS, Cell
 from dsacp_npu.commands.parity_compare import THEIRS_LIMIT
+from dsacp_npu.commands.parity_engines import Way
 from dsacp_npu.commands.parity_geometry import GeometryResult
 from dsacp_npu.commands.parity_results import FAIL, OK, REFUSED, CellResult, DeviceResult
 from dsacp_npu.commands.parity_trace import DrawnStep, divisor_of, scaled_lengths
@@ -37,11 +38,21 @@ Item = TypeVar("Item")
 WIDTH = 140  # columns of running text
 LINE_EVERY = 10.0  # seconds between progress lines where there is no terminal
 
+HALF_LEGEND = """\
+error   largest difference from one device in float64, over its largest value
+budget  share of what bfloat16 may lose: twice what torch in bfloat16 on one device loses, and two ulps in one number;
+        compressor states have those of float32
+swaps   rows that chose other entries, of scores that int8 codes of rounded values cannot tell apart"""
+
 CELL_LEGEND = f"""\
 error   largest difference from one device in float64, over its largest value
 budget  share of what float32 may lose: twice what one device in float32 loses, and two ulps
 theirs  largest difference from transformers, {THEIRS_LIMIT} allowed
 swaps   rows that chose other entries, of scores that float32 cannot tell apart"""
+
+HALF_DEVICE_LEGEND = """\
+bfloat16  largest difference of torch in bfloat16 from float64, over the largest value
+swaps     rows in which it chooses other entries than float64, of scores too close to tell"""
 
 DEVICE_LEGEND = """\
 float32  largest difference of float32 from float64, over the largest value
@@ -94,6 +105,24 @@ def small(value: float) -> str:
     return f"{value:.1e}"
 
 
+def show_heading(way: Way) -> None:
+    """What the tables that follow are of."""
+    print(f"\n=== {way.heading}", flush=True)
+
+
+def show_half_devices(results: Sequence[DeviceResult]) -> None:
+    """One device in bfloat16 against float64."""
+    columns = "ratio: scenario steps: requests: tokens: bfloat16: swaps: result".split()
+    rows = [
+        (
+            *(str(part) for part in (r.ratio, r.scenario, r.steps, r.requests, r.tokens)),
+            *(small(r.plain), str(r.swaps), r.verdict),
+        )
+        for r in sorted(results, key=lambda r: (r.ratio, r.scenario))
+    ]
+    show("One device in bfloat16 against float64", HALF_DEVICE_LEGEND, columns, rows)
+
+
 def show_devices(results: Sequence[DeviceResult]) -> None:
     """One device against transformers."""
     columns = "ratio: scenario steps: requests: tokens: float32: swaps: theirs: swaps: given: result".split()
@@ -107,10 +136,13 @@ def show_devices(results: Sequence[DeviceResult]) -> None:
     show("One device against transformers", DEVICE_LEGEND, columns, rows)
 
 
-def show_cells(results: Sequence[CellResult]) -> None:
+def show_cells(results: Sequence[CellResult], way: Way) -> None:
     """Ranks against one device and transformers. Refusals are told below, each text once."""
+    half = way.dtype == "bfloat16"
     texts = list(dict.fromkeys(r.text for r in results if r.verdict == REFUSED))
     columns = "ratio: ranks: split rows keys output scenario error: budget: theirs: swaps: result".split()
+    if half:
+        columns.remove("theirs:")
     rows = []
     for r in results:
         numbers = ("", "", "", "")
@@ -120,8 +152,10 @@ def show_cells(results: Sequence[CellResult]) -> None:
         elif r.share or r.verdict == OK:
             share = f"{r.share:.2f}" if r.share < 100 else f"{r.share:.0e}"
             numbers = small(r.error), share, small(r.theirs), str(r.swaps)
-        rows.append((*map(str, r.cell), *numbers, result))
-    show("Ranks against one device and against transformers", CELL_LEGEND, columns, rows)
+        shown = numbers[:2] + numbers[3:] if half else numbers
+        rows.append((*map(str, r.cell), *shown, result))
+    title = "Ranks against one device" + ("" if half else " and against transformers")
+    show(title, HALF_LEGEND if half else CELL_LEGEND, columns, rows)
     if texts:
         print("\n  refused, as they have to be:")
         for number, text in enumerate(texts, 1):
@@ -165,6 +199,7 @@ def show_summary(
     cells: Sequence[CellResult],
     repeat: str,
     seed: int,
+    heading: str = "",
 ) -> int:
     """The failures, each with the line that repeats it, then the sums. Returns the number of failures."""
     failures = [(f"{r.step}, {r.split} over {r.ranks} ranks: {r.text}", repeating(r)) for r in geometries if r.text]
@@ -177,7 +212,7 @@ def show_summary(
 
     passed, refused = ([r for r in cells if r.verdict == verdict] for verdict in (OK, REFUSED))
     failed = len(cells) - len(passed) - len(refused)
-    print(f"\nSummary (seed {seed})\n")
+    print(f"\nSummary (seed {seed}){f', {heading}' if heading else ''}\n")
     if geometries:
         wrong = sum(bool(r.text) for r in geometries)
         print(f"  geometry      {len(geometries) - wrong} splits of a step right, {wrong} wrong")
@@ -188,6 +223,7 @@ def show_summary(
         print(f"  one device    worst {small(worst.error)}, {worst.share:.3g} of the budget, {worst.place}")
         print(f"{'':16}{worst.cell}")
         worst = max(told, key=lambda r: r.theirs)
+    if told and worst.theirs:
         print(f"  transformers  worst {small(worst.theirs)}, {THEIRS_LIMIT} allowed, {worst.theirs_place}")
         print(f"{'':16}{worst.cell}")
     print(f"  selections    {sum(r.swaps for r in cells)} rows swapped entries of scores too close to tell")
