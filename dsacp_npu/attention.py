@@ -44,7 +44,7 @@ __all__ = [
 
 QUERY_BLOCK = 32  # queries of one dense block
 KEY_BLOCK = 1024  # keys of one dense block
-TAKEN_NUMBERS = 1 << 18  # numbers taken at a time where lists are known: they stay in the cache until they are used
+TAKEN_NUMBERS = 1 << 20  # numbers taken at a time where lists are known: they stay in the cache until they are used
 LISTED_NUMBERS = 1 << 18  # slots looked up at a time there
 GATHERED_NUMBERS = 1 << 24  # numbers gathered at a time elsewhere: few blocks, or a traced program grows long
 
@@ -122,9 +122,12 @@ def fill_from_lists(
                 mine = [slots.clamp(min=0) for slots in mine]
             rows = taken_rows(flat, mine, buffer)
             if absent is not None:
-                rows[absent] = 0
+                rows.view(-1, rows.shape[2]).index_fill_(0, absent.flatten().nonzero()[:, 0], 0)
             part = slice(start + first, start + first + len(rows))
-            out[part], lse[part] = attended(q[part], rows, absent, attn_sink, softmax_scale)
+            place = out[part] if out.dtype == lse.dtype else None
+            result, lse[part] = attended(q[part], rows, absent, attn_sink, softmax_scale, place)
+            if result is not place:
+                out[part] = result
 
 
 def taken_rows(flat: list[Float], lists: list[Int32], buffer: Float) -> Float:
@@ -142,11 +145,17 @@ def taken_rows(flat: list[Float], lists: list[Int32], buffer: Float) -> Float:
 
 
 def attended(
-    q: Float, rows: Float, absent: torch.Tensor | None, attn_sink: Float | None, softmax_scale: float
+    q: Float,
+    rows: Float,
+    absent: torch.Tensor | None,
+    attn_sink: Float | None,
+    softmax_scale: float,
+    place: Float | None = None,
 ) -> tuple[Float, Float]:
     """Output and lse of queries [t, H, D] over rows [t, n, D] of their own, or [n, D] in common; wide.
 
     ``absent`` [t, n] marks what a query does not see, if there is any. It must be finite all the same: 0 * NaN is NaN.
+    The output over rows of their own is written to ``place``, if that is given, and is it then.
     """
     dtype = computing_dtype(q.dtype)
     q, rows = q.to(dtype), rows.to(dtype)
@@ -171,8 +180,9 @@ def attended(
         lse.masked_fill_(blind, -torch.inf)
     if attn_sink is not None:
         shares.mul_(share_beside_sink(lse[..., 0], attn_sink.detach())[..., None])
-    out = shares.reshape(-1, len(rows)) @ rows if in_common else torch.bmm(shares, rows)
-    return out.reshape(q.shape), lse[..., 0]
+    if in_common:
+        return (shares.reshape(-1, len(rows)) @ rows).reshape(q.shape), lse[..., 0]
+    return torch.bmm(shares, rows, out=place), lse[..., 0]
 
 
 def perhaps(mask: torch.Tensor) -> bool:

@@ -1,12 +1,15 @@
 """Mirror of `dsacp_ref.extents` over torch.
 
 Everything here runs on the device of its arguments and never waits for it: the number of rows comes from shapes and
-from ``num_input_tokens``. On the CPU it may be read from the offsets instead.
+from ``num_input_tokens``. On the CPU it may be read from the offsets instead, and the lengths of the contiguous split
+are computed on numpy views, by the same lines: an operation on few numbers costs a fraction of one of torch's there.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from dsacp_npu._tensors import Float, Int32, check_floats, check_tensor, dtype_name, first_true, torch, values_known
 from dsacp_npu.partition import (
@@ -15,6 +18,8 @@ from dsacp_npu.partition import (
     checked_offsets_on_host,
     checked_ranks,
     counted,
+    first_on_host,
+    is_row,
     padded_known_count,
     padded_token_count,
     pieces_of_rule,
@@ -64,32 +69,30 @@ class CPLocalMetadata(NamedTuple):
 
 def check_batch(query_start_loc: Int32, seq_lens: Int32) -> None:
     """Refuse a batch whose lengths cannot be: too few keys for the queries, or counts that overflow."""
-    checked_token_count(query_start_loc, seq_lens)
+    checked_on_host(query_start_loc, seq_lens)
 
 
-def checked_token_count(query_start_loc: Int32, seq_lens: Int32) -> int | None:
-    """The tokens of a batch that can be, or None where they are not known."""
+def checked_on_host(query_start_loc: Int32, seq_lens: Int32) -> tuple[Any, Any] | None:
+    """Both as numpy views, once they are found to be a batch; None where values are not known."""
     offsets = checked_offsets_on_host(query_start_loc)
-    num_reqs = len(query_start_loc) - 1
-    check_tensor(
-        "seq_lens",
-        seq_lens,
-        ("int32",),
-        (num_reqs,),
-        f"one entry per request (query_start_loc has {num_reqs + 1} entries)",
-    )
-    if offsets is None:
+    num_reqs = query_start_loc.shape[0] - 1
+    if not is_row(seq_lens, num_reqs):
+        hint = f"one entry per request (query_start_loc has {num_reqs + 1} entries)"
+        check_tensor("seq_lens", seq_lens, ("int32",), (num_reqs,), hint)
+    if offsets is None or not values_known(seq_lens):
         return None
-    if values_known(seq_lens):
-        check_key_counts(offsets[1:] - offsets[:-1], seq_lens.numpy())
-    return int(offsets[-1])
+    key_counts = seq_lens.numpy()
+    check_key_counts(offsets[1:] - offsets[:-1], key_counts)
+    return offsets, key_counts
 
 
 def check_key_counts(query_lens: Any, seq_lens: Any) -> None:
     """Refuse requests with fewer keys than queries, from both lengths as numpy arrays."""
     short = seq_lens < query_lens  # query lengths are not negative, so this finds negative counts too
-    if short.any() and (short & (seq_lens != 0)).any():
-        request = int((short & (seq_lens != 0)).argmax())
+    request = first_on_host(short)
+    if request is not None:  # maybe a padded slot only
+        request = first_on_host(short & (seq_lens != 0))
+    if request is not None:
         raise contract_error(
             "seq_lens",
             "be 0 (padded slot) or at least the request's query length",
@@ -101,10 +104,16 @@ def check_key_counts(query_lens: Any, seq_lens: Any) -> None:
 def checked_offsets(name: str, lengths: Int32) -> Int32:
     """``[0] + cumsum(lengths)`` in int32, refused when the sum does not fit."""
     offsets = torch.cat([lengths.new_zeros(1), lengths]).cumsum(0, dtype=torch.int32)
-    if values_known(offsets) and int(offsets.min()) < 0:  # the first sum beyond int32 turns negative
-        total = int(lengths.sum(dtype=torch.int64))
-        raise contract_error(name, "sum to less than 2**31", total, "split the batch: offsets are int32")
+    if values_known(offsets):
+        check_sums(name, offsets.numpy(), lengths)
     return offsets
+
+
+def check_sums(name: str, offsets: Any, lengths: Any) -> None:
+    """Refuse int32 sums that went beyond int32; the first one that did is negative."""
+    if first_on_host(offsets < 0) is not None:
+        total = sum(lengths.tolist())
+        raise contract_error(name, "sum to less than 2**31", total, "split the batch: offsets are int32")
 
 
 def check_extent_rule(causal: bool, empty_extent: str) -> None:
@@ -116,25 +125,40 @@ def check_extent_rule(causal: bool, empty_extent: str) -> None:
         )
 
 
+def as_tensor(row: Any) -> Int32:
+    """A numpy row computed on the host, as what callers get; a tensor as it is."""
+    return row if isinstance(row, torch.Tensor) else torch.from_numpy(row)
+
+
+def clipped_offsets(query_start_loc: Any, low: int, high: int) -> Any:
+    """The offsets within a slice."""
+    if isinstance(query_start_loc, torch.Tensor):
+        return query_start_loc.clamp(low, high)
+    return np.minimum(np.maximum(query_start_loc, low), high)  # sooner than `np.clip`
+
+
 def contiguous_extents(
-    query_start_loc: Int32, seq_lens: Int32, local_start: int, local_end: int, *, causal: bool, empty_extent: str
-) -> tuple[Int32, Int32]:
+    query_start_loc: Any, seq_lens: Any, local_start: int, local_end: int, *, causal: bool, empty_extent: str
+) -> tuple[Any, Any]:
     """``cu_seqlens_q`` and ``seqused_kv`` of one slice of the flat stream: the rows of `contiguous_pieces`, sooner.
 
-    The rank's query lengths are differences of clipped offsets, so their running sum is the clipped offsets again.
+    Tensors or numpy arrays: what is written here means the same for both. The rank's query lengths are differences of
+    clipped offsets, so their running sum is the clipped offsets again.
     """
     check_extent_rule(causal, empty_extent)
-    clipped = query_start_loc.clamp(local_start, local_end)
-    cu_seqlens_q, lower, upper = clipped - clipped[:1], clipped[:-1], clipped[1:]
+    clipped = clipped_offsets(query_start_loc, local_start, local_end)
+    lower, upper = clipped[:-1], clipped[1:]
+    cu_seqlens_q = clipped - clipped[:1]
     if not causal:
         return cu_seqlens_q, seq_lens * (upper > lower)
     behind = query_start_loc[1:] - upper  # tokens behind the slice lie in the future of all that is in it
     if empty_extent == "prefix":  # negative for a request before the slice, beyond its length for one behind it
-        behind = torch.minimum(behind.relu_(), query_start_loc[1:] - query_start_loc[:-1])
-    seqused_kv = (seq_lens - behind).relu_()  # a padded slot has fewer keys than queries
+        behind = behind.clip(min=0).clip(max=query_start_loc[1:] - query_start_loc[:-1])
+    seqused_kv = seq_lens - behind
+    counted_rows = seqused_kv > 0  # a padded slot has fewer keys than queries
     if empty_extent == "zero":
-        seqused_kv.mul_(upper > lower)
-    return cu_seqlens_q, seqused_kv
+        counted_rows = counted_rows & (upper > lower)
+    return cu_seqlens_q, seqused_kv * counted_rows
 
 
 def extents_of_pieces(
@@ -172,14 +196,14 @@ def local_extents(
     Limits: on a device or while compiling, `contiguous` and `round_robin` need ``num_input_tokens``, and
     `round_robin_page` is refused because its row count depends on the lengths.
     """
-    check_batch(query_start_loc, seq_lens)
+    rows = checked_on_host(query_start_loc, seq_lens) or (query_start_loc, seq_lens)
     cp_size, cp_rank = checked_ranks(cp_size, cp_rank)
     rule = constant_split_rule(split)
     if rule.name == "contiguous":
         num_rows = padded_token_count(query_start_loc, cp_size, rule, num_input_tokens) // cp_size
         bounds = num_rows * cp_rank, num_rows * (cp_rank + 1)
-        extents = contiguous_extents(query_start_loc, seq_lens, *bounds, causal=causal, empty_extent=empty_extent)
-        return LocalExtents(*extents, counted(len(seq_lens), seq_lens))
+        cu_seqlens_q, seqused_kv = contiguous_extents(*rows, *bounds, causal=causal, empty_extent=empty_extent)
+        return LocalExtents(as_tensor(cu_seqlens_q), as_tensor(seqused_kv), counted(len(seq_lens), seq_lens))
     pieces = pieces_of_rule(query_start_loc, cp_size, cp_rank, rule, num_input_tokens)
     return extents_of_pieces(pieces, query_start_loc, seq_lens, causal=causal, empty_extent=empty_extent)
 
@@ -263,7 +287,8 @@ def build_cp_local_metadata(
 
     Limits: on a device or while compiling it needs the tables or ``num_input_tokens``.
     """
-    num_tokens = checked_token_count(query_start_loc, seq_lens)
+    rows = checked_on_host(query_start_loc, seq_lens)
+    num_tokens = None if rows is None else int(rows[0][-1])
     cp_size, cp_rank = checked_ranks(cp_size, cp_rank)
     rule = constant_split_rule("contiguous")
 
@@ -280,19 +305,27 @@ def build_cp_local_metadata(
     local_start = cp_rank * tokens_per_rank
     local_end = local_start + tokens_per_rank
     cu_seqlens_q, seqused_kv = contiguous_extents(
-        query_start_loc, seq_lens, local_start, local_end, causal=causal, empty_extent=empty_extent
+        *(rows or (query_start_loc, seq_lens)), local_start, local_end, causal=causal, empty_extent=empty_extent
     )
-    no_rows = torch.empty(tokens_per_rank, 0, dtype=torch.float32, device=query_start_loc.device)
+    kv_start_loc = cu_seqlens_q * 0
+    kv_start_loc[1:] = seqused_kv.cumsum(0, dtype=seqused_kv.dtype)
+    if rows is not None:
+        check_sums("local_seq_lens", kv_start_loc, seqused_kv)
+    if full_cos is None or full_sin is None:
+        local_cos = local_sin = query_start_loc.new_empty(tokens_per_rank, 0, dtype=torch.float32)
+    else:
+        local_cos = table_rows(full_cos, local_start, tokens_per_rank, 1.0)
+        local_sin = table_rows(full_sin, local_start, tokens_per_rank, 0.0)
     return CPLocalMetadata(
-        cu_seqlens_q,
-        seqused_kv,
-        checked_offsets("local_seq_lens", seqused_kv),
+        as_tensor(cu_seqlens_q),
+        as_tensor(seqused_kv),
+        as_tensor(kv_start_loc),
         local_start,
         local_end,
         tokens_per_rank,
         num_tokens_pad,
-        no_rows if full_cos is None else table_rows(full_cos, local_start, tokens_per_rank, 1.0),
-        no_rows if full_sin is None else table_rows(full_sin, local_start, tokens_per_rank, 0.0),
+        local_cos,
+        local_sin,
     )
 
 
@@ -320,7 +353,8 @@ def check_tables(
 
 def table_rows(table: Float, local_start: int, tokens_per_rank: int, beyond: float) -> Float:
     """The rank's rows of a RoPE table, filled up with the identity rotation."""
-    rows = table[local_start : local_start + tokens_per_rank]
-    if len(rows) == tokens_per_rank:
-        return rows.clone()  # the caller may fill the table anew for the next step
+    missing = local_start + tokens_per_rank - table.shape[0]
+    if missing <= 0:
+        return table.narrow_copy(0, local_start, tokens_per_rank)  # the caller may fill the table anew
+    rows = table[local_start:]
     return torch.cat([rows, table.new_full((tokens_per_rank - len(rows), table.shape[1]), beyond)])

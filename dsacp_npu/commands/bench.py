@@ -1,7 +1,8 @@
 """Benchmarks: rates of the reference against the same run's matrix multiply, its memory, and metadata times.
 
 Numbers of one run belong together: a machine's speed drifts, so every rate stands beside a float32 matrix multiply
-timed just before and after it, and ratios are what to quote. Needs numpy only. Nothing here is a test.
+timed just before and after it, and ratios are what to quote. Needs numpy only; the sections of the mirror
+(`bench_torch`) need torch, and are left out without it. Nothing here is a test.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -27,8 +29,15 @@ SCALE = HEAD_DIM**-0.5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
-    parser.add_argument("--tokens", type=int, default=8192, help="tokens of the prompt (default 8192)")
-    parser.add_argument("--repeats", type=int, default=5, help="timed runs of each rate; the median counts (default 5)")
+    parser.add_argument(
+        "--tokens", type=int, default=8192, help="tokens of the prompt (default 8192; torch-layer takes at most 4096)"
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=5,
+        help="timed runs of each rate; the median counts (default 5; torch-layer at most 3)",
+    )
     parser.add_argument("--only", choices=sorted(SECTIONS), action="append", help="sections to run (default all)")
 
 
@@ -61,6 +70,14 @@ def cache_of(rows: int, width: int) -> tuple[extents.Float, extents.Int32]:
 def lengths(tokens: int) -> tuple[extents.Int32, extents.Int32]:
     """Offsets and extent of one prompt without a prefix."""
     return np.array([0, tokens], np.int32), np.array([tokens], np.int32)
+
+
+def ragged_batch(num_reqs: int) -> tuple[extents.Int32, extents.Int32]:
+    """Offsets and lengths of requests with 0 to 39 new tokens and 0 to 99 earlier ones."""
+    rng = np.random.default_rng(num_reqs)
+    query_lens = rng.integers(0, 40, num_reqs)
+    loc = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+    return loc, (query_lens + rng.integers(0, 100, num_reqs)).astype(np.int32)
 
 
 # --- timing ---
@@ -115,17 +132,22 @@ def peak_bytes(call: Callable[[], object]) -> int:
 # --- sections ---
 
 
-def ratio_4_core(tokens: int) -> Callable[[], attention.AttentionOutput]:
-    """Index scores, top-k and attention of one ratio-4 layer."""
+def core_inputs(tokens: int) -> tuple[Any, ...]:
+    """Queries, caches, tables and lengths of one prompt, for `core_call`."""
     q = normal(tokens, HEADS, HEAD_DIM)
     index_q, index_weights = normal(tokens, INDEX_HEADS, INDEX_DIM), normal(tokens, INDEX_HEADS)
     swa_cache, swa_table = cache_of(tokens, HEAD_DIM)
     cmp_cache, cmp_table = cache_of(tokens // 4, HEAD_DIM)
     index_cache = normal(*cmp_cache.shape[:2], INDEX_DIM)
-    loc, used = lengths(tokens)
     sink = np.zeros(HEADS, np.float32)
+    return q, index_q, index_weights, swa_cache, swa_table, cmp_cache, cmp_table, index_cache, *lengths(tokens), sink
 
-    def call() -> attention.AttentionOutput:
+
+def core_call(indexer: Any, attention: Any, inputs: tuple[Any, ...]) -> Callable[[], Any]:
+    """Index scores, top-k and attention of one ratio-4 layer, by the modules of either package."""
+    q, index_q, index_weights, swa_cache, swa_table, cmp_cache, cmp_table, index_cache, loc, used, sink = inputs
+
+    def call() -> Any:
         chosen = indexer.lightning_indexer(
             index_q, index_weights, index_cache, cmp_table, loc, used, compress_ratio=4, index_topk=TOPK
         )
@@ -145,6 +167,11 @@ def ratio_4_core(tokens: int) -> Callable[[], attention.AttentionOutput]:
         )
 
     return call
+
+
+def ratio_4_core(tokens: int) -> Callable[[], attention.AttentionOutput]:
+    """The reference's core of a ratio-4 layer."""
+    return core_call(indexer, attention, core_inputs(tokens))
 
 
 def core_flops(tokens: int) -> int:
@@ -214,16 +241,31 @@ def metadata(tokens: int, repeats: int) -> None:
     print("metadata of rank 3 of 8, us per call, checks included")
     print("  requests  build_cp_local_metadata  contiguous extents  zigzag extents")
     for num_reqs in (1, 7, 32, 128, 1024):
-        rng = np.random.default_rng(num_reqs)
-        query_lens = rng.integers(0, 40, num_reqs)
-        loc = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
-        lens = (query_lens + rng.integers(0, 100, num_reqs)).astype(np.int32)
-
-        batch = (loc, lens, 8, 3)
+        batch = (*ragged_batch(num_reqs), 8, 3)
         build = microseconds(lambda batch=batch: extents.build_cp_local_metadata(*batch, None, None))
         contiguous = microseconds(lambda batch=batch: extents.local_extents(*batch))
         zigzag = microseconds(lambda batch=batch: extents.local_extents(*batch, split="zigzag"))
         print(f"  {num_reqs:8d}  {build:23.1f}  {contiguous:18.1f}  {zigzag:14.1f}")
 
 
-SECTIONS: dict[str, Callable[[int, int], None]] = {"core": core, "dense": dense, "metadata": metadata}
+def of_the_mirror(name: str) -> Callable[[int, int], None]:
+    """A section of `bench_torch`, which is imported when it is due."""
+
+    def section(tokens: int, repeats: int) -> None:
+        try:
+            from dsacp_npu.commands import bench_torch
+        except ImportError as error:
+            print(f"torch-{name} is left out: {error}")
+        else:
+            getattr(bench_torch, name)(tokens, repeats)
+
+    return section
+
+
+SECTIONS: dict[str, Callable[[int, int], None]] = {
+    "core": core,
+    "dense": dense,
+    "metadata": metadata,
+    "torch-metadata": of_the_mirror("metadata"),
+    "torch-layer": of_the_mirror("layer"),
+}

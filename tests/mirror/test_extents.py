@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -134,6 +136,17 @@ def test_build_cp_local_metadata_mirrors(data, dtype, width, causal) -> None:
         assert_mirrors("extents", "build_cp_local_metadata", *args, **options)
     else:
         assert_floats_mirror("extents", "build_cp_local_metadata", dtype, *args, **options)
+
+
+@given(batches(), cp_sizes, st.integers(0, 7), st.sampled_from([(True, "zero"), (True, "prefix"), (False, "zero")]))
+@fewer(3)
+def test_contiguous_lengths_mirror_as_on_a_device(batch, cp_size, rank, words) -> None:
+    """The lines that run on numpy views where values are known, over tensors."""
+    args = (batch.query_start_loc, batch.key_lens, cp_size, rank % cp_size)
+    options = {"num_input_tokens": batch.num_tokens, "causal": words[0], "empty_extent": words[1]}
+    with mock.patch("dsacp_npu._tensors.readable", return_value=False):
+        assert_mirrors("extents", "local_extents", *args, **options)
+        assert_mirrors("extents", "build_cp_local_metadata", *args, None, None, **options)
 
 
 TOKENS = st.lists(st.integers(-2, 40), max_size=8).map(lambda row: int32(*row))
