@@ -13,7 +13,7 @@ from dsacp_ref.spec import ContractError, UnsupportedError
 # A command is a module dsacp_npu.commands.<name> with add_arguments(parser) and run(args) -> exit code.
 COMMANDS = {
     "explain": "who owns which token of a batch, and the operator rows of every rank",
-    "parity": "one device against ranks and against transformers, over every way to combine them",
+    "parity": "ranks against one device, for the definition and the backends, over every way to combine them",
     "bench": "rates against the same run's matrix multiply, memory, metadata times",
     "mirror": "which function has which twin, and where it was tested (docs/mirror.md)",
     "doctor": "versions, devices, backends and operators: what is usable here, and why not",

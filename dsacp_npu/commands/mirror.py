@@ -41,8 +41,8 @@ in `dsacp_npu`, and what was done with it:
   run on an NPU.
 * {NOT_RUN}: nothing of it has run on such a device.
 
-`{NONE}`: there is none. A name that ends in `_` writes into its cache argument, and returns what its twin without `_`
-returns."""
+`{NONE}`: there is none. A layer reaches cann by its keyword `backend`. A name that ends in `_` writes into its cache
+argument, and returns what its twin without `_` returns."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,11 +93,16 @@ def table_of(module: str, torch_module: ModuleType | None, cann: ModuleType | No
         value = getattr(reference, name.removesuffix("_"))
         in_torch = TESTED if name in public(torch_module) else NONE
         if inspect.isfunction(value):
-            in_cann = CONTRACT if name in public(cann) else NONE
+            in_cann = CONTRACT if name in public(cann) or takes_backend(torch_module, name) else NONE
             rows.append((f"`{name}`", in_torch, in_cann, NOT_RUN if {in_torch, in_cann} != {NONE} else NONE))
         else:
             rows.append((described(name, value), in_torch, NONE, NONE))
     return markdown(f"## {module}", (f"`dsacp_ref.{module}`", "torch", "cann", "NPU"), rows)
+
+
+def takes_backend(module: ModuleType | None, name: str) -> bool:
+    """Whether a function can be told to run on operators."""
+    return module is not None and "backend" in inspect.signature(getattr(module, name)).parameters
 
 
 def described(name: str, value: Any) -> str:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsacp_npu import backend, layer
+from dsacp_npu._layer_parts import copied
 from dsacp_npu.backend import Backend
 from dsacp_npu.layer import LayerCache
 from dsacp_npu.quant import QuantizedVectors
@@ -23,7 +24,7 @@ from dsacp_ref.spec import UnsupportedError
 from tests.compare import assert_same, assert_within_budget
 from tests.layer_strategies import SMALL, Cut, Kind, World, world_of
 from tests.maths_strategies import seeds
-from tests.mirror.common import to_numpy, to_torch
+from tests.mirror.common import tensors_of, to_numpy, to_torch
 from tests.strategies import fewer
 
 pytestmark = pytest.mark.usefixtures("emulated")
@@ -203,6 +204,36 @@ def test_head_parallel_layer_on_the_emulator(kind: Kind) -> None:
         return [(every, output) for output in out.outputs]
 
     run_beside(world, [[130, 4], [1, 1]], by_heads)
+
+
+@by_ratio
+def test_in_place_layers_on_the_emulator(kind: Kind) -> None:
+    """They give the bits of the pure ones, and leave them in the caches."""
+    world = legal_world(6, [9, 5], kind)
+    x, batch = world.step([0, 0], [9, 5])
+    weights, cache = to_torch(world.weights, "bfloat16"), on_operators(world.cache)
+    rest = (to_torch(batch), LEGAL)
+    options = {"compress_ratio": kind.ratio, "backend": backend.get("cann")}
+
+    def same_bits(pure: Callable[..., Any], in_place: Callable[..., Any], rows: Any, size: int) -> None:
+        caches = [copied(cache) for _ in range(size)]
+        want = pure(rows, weights, caches if size > 1 else caches[0], *rest, **options)
+        got = in_place(rows, weights, caches if size > 1 else caches[0], *rest, **options)
+        for mine, due in zip(tensors_of(tuple(got)), tensors_of(tuple(want)), strict=True):
+            assert torch.equal(bits(mine), bits(due))
+        for mine, handed_in in zip(tensors_of(got[2]), tensors_of(caches), strict=True):
+            assert mine is handed_in
+
+    x = to_torch(x, "bfloat16")
+    same_bits(layer.attention_layer, layer.attention_layer_, x, 1)
+    same_bits(layer.head_parallel_layer, layer.head_parallel_layer_, x, 2)
+    same_bits(layer.layer_over_ranks, layer.layer_over_ranks_, [x, x], 2)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, NaN among them."""
+    flat = tensor.contiguous().flatten()
+    return flat.view(torch.uint8) if flat.numel() else flat.to(torch.uint8)
 
 
 @by_ratio
