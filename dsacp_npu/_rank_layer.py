@@ -28,7 +28,7 @@ from dsacp_npu._layer_parts import (
     step_plan,
     written_,
 )
-from dsacp_npu._layer_records import KeyRows, LayerBatch, LayerCache, Rows
+from dsacp_npu._layer_records import KeyRows, LayerBatch, LayerCache, LayerOutput, Rows
 from dsacp_npu._tensors import Float, Int32, check_host, torch
 from dsacp_npu.compressor import CompressorState, CompressorWeights, EntryPlan, ProjectedRows
 from dsacp_npu.extents import local_extents
@@ -88,14 +88,6 @@ class StepPlan(NamedTuple):
     def num_tokens(self) -> int:
         """Tokens of the step."""
         return len(self.partition.restore_indices)
-
-
-class RankOutput(NamedTuple):
-    """What a layer gives on one rank: as the fields of `RanksOutput`."""
-
-    output: Float
-    topk_indices: Int32
-    cache: LayerCache
 
 
 Program = Generator[Exchanged, Any, Any]
@@ -241,7 +233,7 @@ def rank_program(
     if modes.rows == "full":
         output = torch.cat([output, output.new_zeros(len(x) - len(output), output.shape[1])])
     no_choice = ~real.to(device)[:, None]
-    return RankOutput(output, spread_rows(chosen, spread).masked_fill(no_choice, -1), cache)
+    return LayerOutput(output, spread_rows(chosen, spread).masked_fill(no_choice, -1), cache)
 
 
 def key_side(

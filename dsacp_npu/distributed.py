@@ -348,7 +348,8 @@ def over_ranks(
     def answered(wish: Exchanged) -> Any:
         return globals()[wish.name](wish.shard, ranks, *wish.arguments)
 
-    return LayerOutput(*run_alone(program, answered))
+    output: LayerOutput = run_alone(program, answered)
+    return output
 
 
 def head_parallel_layer(

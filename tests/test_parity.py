@@ -649,7 +649,7 @@ def test_processes_give_the_same_results() -> None:
 
 def test_the_real_trace_is_read() -> None:
     if not REAL_TRACE.exists():
-        pytest.skip(f"no production trace at {REAL_TRACE}")
+        pytest.skip(f"{REAL_TRACE.name}, a production trace, is not beside the checkout")
     requests = requests_of(str(REAL_TRACE))
     assert len(requests) == 12031
     assert requests[1] == Request(7322, 512, 490)

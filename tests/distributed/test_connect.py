@@ -108,7 +108,7 @@ def test_a_place_that_others_met_at(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "place", ["", "/tmp/x", "file://", "file://host/x", "tcp://host", "tcp://:1", "tcp://h:x", "env://", None, 5]
+    "place", ["", "/a/plain/path", "file://", "file://host/x", "tcp://host", "tcp://:1", "tcp://h:x", "env://", None, 5]
 )
 def test_places_that_are_none(place: object) -> None:
     text = f"init_method must be file:///path or tcp://host:port, got {place!r}"
