@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dsacp_npu import attention, compressor, indexer, rope
-from dsacp_npu._layer_records import KeyRows, LayerBatch, LayerCache, LayerWeights, Rows
-from dsacp_npu._tensors import Float, Int32, check_floats, torch, values_known
-from dsacp_npu.compressor import CompressorState, CompressorWeights, EntryPlan, ProjectedRows, emitted_entries, rms_norm
-from dsacp_npu.extents import LocalExtents, token_positions, token_requests
+from dsacp_npu._geometry import Geometry, Kind, Queries, num_computed_tokens, with_tensors
+from dsacp_npu._layer_records import KeyRows, LayerBatch, LayerCache, LayerWeights
+from dsacp_npu._tensors import Float, Int32, check_floats, torch
+from dsacp_npu.compressor import CompressorState, CompressorWeights, EntryPlan, ProjectedRows, rms_norm
 from dsacp_npu.indexer import index_head_weights, parts_of, stored_keys
-from dsacp_npu.paging import block_table_rows, check_writes, scattered_rows_, slot_mapping
-from dsacp_npu.partition import counted
-from dsacp_npu.rope import rope_table
-from dsacp_ref.config import AttentionConfig
+from dsacp_npu.paging import check_writes, scattered_rows_
 from dsacp_ref.spec import contract_error
 
 
@@ -55,55 +51,32 @@ class Torch:
 
 
 class Call(NamedTuple):
-    """What is the same for all rows of a step: constants, weights and the functions to use."""
+    """One layer of a kind, with the weights that this rank uses in this step.
 
+    Fields:
+        kind: Kind.
+        weights: LayerWeights: wq_b and attn_sink of as many heads as ``kind.config`` has; wo_a and wo_b of the groups
+            that this rank projects, or keeps to be gathered.
+    """
+
+    kind: Kind
     weights: LayerWeights
-    config: AttentionConfig
-    frequencies: Sequence[float]
-    ops: Any
-
-    @property
-    def ratio(self) -> int:
-        """Tokens of an entry."""
-        return len(self.weights.compressor.ape) if self.weights.compressor else 1
 
 
 class KeySide(NamedTuple):
     """All that a step puts into a cache, computed before anything is written.
 
     Fields:
-        kv, rows: raw keys, and the Rows they belong to.
-        plan: EntryPlan of the entries; None without a compressor.
-        entries, index_entries: what they hold; None where the layer has none.
+        kv: raw keys, one for each of the geometry's ``swa_slots``.
+        entries, index_entries: of the geometry's entries; None where the layer has none.
         cmp_state, index_state: the rings of the batch's requests after the step.
     """
 
     kv: Float
-    rows: Rows
-    plan: EntryPlan | None = None
     entries: Float | None = None
     index_entries: Float | None = None
     cmp_state: CompressorState | None = None
     index_state: CompressorState | None = None
-
-
-def rows_of(tokens: Int32, batch: LayerBatch) -> Rows:
-    """Request and position of these flat tokens."""
-    return Rows(
-        tokens,
-        token_requests(tokens, batch.query_start_loc),
-        token_positions(tokens, batch.query_start_loc, batch.seq_lens),
-    )
-
-
-def num_computed_tokens(batch: LayerBatch) -> Int32:
-    """Tokens of each request before this step; negative for a padded graph slot."""
-    return batch.seq_lens - (batch.query_start_loc[1:] - batch.query_start_loc[:-1])
-
-
-def whole_extents(batch: LayerBatch) -> LocalExtents:
-    """The operator rows of one device: one a request."""
-    return LocalExtents(batch.query_start_loc, batch.seq_lens, counted(len(batch.seq_lens), batch.seq_lens))
 
 
 # --- the query side ---
@@ -111,83 +84,61 @@ def whole_extents(batch: LayerBatch) -> LocalExtents:
 
 def query_latent(x: Float, call: Call) -> Float:
     """The query latent after its norm: it feeds the heads and the indexer."""
-    return rms_norm(x @ call.weights.wq_a.T.to(x.dtype), call.weights.q_norm, call.config.rms_norm_eps)
+    return rms_norm(x @ call.weights.wq_a.T.to(x.dtype), call.weights.q_norm, call.kind.config.rms_norm_eps)
 
 
-def head_queries(qr: Float, wq_b: Float, table: tuple[Float, Float], call: Call) -> Float:
-    """The queries of as many heads as ``wq_b`` has, each normed over its channels, then turned."""
-    head_dim = call.config.head_dim
+def head_queries(qr: Float, table: tuple[Float, Float], call: Call) -> Float:
+    """The queries of as many heads as the weights have, each normed over its channels, then turned."""
+    wq_b, head_dim = call.weights.wq_b, call.kind.config.head_dim
     heads = (qr @ wq_b.T.to(qr.dtype)).reshape(len(qr), len(wq_b) // head_dim, head_dim)
-    return call.ops.apply_rope(rms_norm(heads, None, call.config.rms_norm_eps), *table)
+    return call.kind.ops.apply_rope(rms_norm(heads, None, call.kind.config.rms_norm_eps), *table)
 
 
-def chosen_entries(
-    x: Float,
-    qr: Float,
-    table: tuple[Float, Float],
-    cache: LayerCache,
-    extents: LocalExtents,
-    batch: LayerBatch,
-    call: Call,
-) -> Int32:
+def chosen_entries(x: Float, qr: Float, queries: Queries, cache: LayerCache, call: Call) -> Int32:
     """What the indexer chooses for some rows; 0 wide in a layer without one."""
-    weights, config = call.weights, call.config
-    if weights.indexer is None:
+    config, ops, extents = call.kind.config, call.kind.ops, queries.extents
+    weights = call.weights.indexer
+    if weights is None:
         return extents.cu_seqlens_q.new_zeros(len(x), 0)
     d = config.index_head_dim
-    return call.ops.lightning_indexer(
-        call.ops.index_queries(qr, weights.indexer.wq_b, *table, index_head_dim=d),
-        index_head_weights(x, weights.indexer.weights_proj, index_head_dim=d),
+    return ops.lightning_indexer(
+        ops.index_queries(qr, weights.wq_b, *queries.table, index_head_dim=d),
+        index_head_weights(x, weights.weights_proj, index_head_dim=d),
         cache.index_cache,
-        block_table_rows(batch.cmp_block_table, extents.request_indices),
+        queries.cmp_block_table,
         extents.cu_seqlens_q,
         extents.seqused_kv,
-        compress_ratio=call.ratio,
+        compress_ratio=call.kind.ratio,
         index_topk=config.index_topk,
+        **queries.indexer,
     )
 
 
-def attended(
-    q: Float,
-    topk_indices: Int32,
-    attn_sink: Float,
-    cache: LayerCache,
-    extents: LocalExtents,
-    batch: LayerBatch,
-    call: Call,
-) -> Float:
+def attended(q: Float, topk_indices: Int32, queries: Queries, cache: LayerCache, call: Call) -> Float:
     """Attention of some rows in the form that the layer's ratio asks for."""
-    swa = (cache.swa_cache, block_table_rows(batch.swa_block_table, extents.request_indices))
-    lengths = (extents.cu_seqlens_q, extents.seqused_kv, attn_sink)
-    sizes = {"window_size": call.config.window_size, "softmax_scale": 1 / math.sqrt(call.config.head_dim)}
+    config, ops, extents = call.kind.config, call.kind.ops, queries.extents
+    swa = (cache.swa_cache, queries.swa_block_table)
+    lengths = (extents.cu_seqlens_q, extents.seqused_kv, call.weights.attn_sink)
+    sizes = {"window_size": config.window_size, "softmax_scale": 1 / math.sqrt(config.head_dim), **queries.attention}
     if call.weights.compressor is None:
-        return call.ops.window_attention(q, *swa, *lengths, **sizes).out
-    cmp = (cache.cmp_cache, block_table_rows(batch.cmp_block_table, extents.request_indices))
-    sizes["compress_ratio"] = call.ratio
+        return ops.window_attention(q, *swa, *lengths, **sizes).out
+    cmp = (cache.cmp_cache, queries.cmp_block_table)
+    sizes["compress_ratio"] = call.kind.ratio
     if call.weights.indexer is None:
-        return call.ops.all_entries_attention(q, *swa, *cmp, *lengths, **sizes).out
-    return call.ops.selected_attention(q, *swa, *cmp, topk_indices, *lengths, **sizes).out
+        return ops.all_entries_attention(q, *swa, *cmp, *lengths, **sizes).out
+    return ops.selected_attention(q, *swa, *cmp, topk_indices, *lengths, **sizes).out
 
 
 def query_side(
-    x: Float,
-    rows: Rows,
-    cache: LayerCache,
-    extents: LocalExtents,
-    batch: LayerBatch,
-    call: Call,
-    wq_b: Float,
-    attn_sink: Float,
-    topk_indices: Int32 | None,
+    x: Float, queries: Queries, cache: LayerCache, call: Call, topk_indices: Int32 | None
 ) -> tuple[Float, Int32]:
-    """Attention output of some rows, turned back, for the heads of ``wq_b``; and the entries it used."""
+    """Attention output of some rows, turned back; and the entries it used."""
     qr = query_latent(x, call)
-    table = rope_table(rows.positions, call.frequencies)
     if topk_indices is None:
-        topk_indices = chosen_entries(x, qr, table, cache, extents, batch, call)
-    q = head_queries(qr, wq_b, table, call)
-    out = attended(q, topk_indices, attn_sink, cache, extents, batch, call)
-    return call.ops.apply_inverse_rope(out, *table), topk_indices
+        topk_indices = chosen_entries(x, qr, queries, cache, call)
+    q = head_queries(qr, queries.table, call)
+    out = attended(q, topk_indices, queries, cache, call)
+    return call.kind.ops.apply_inverse_rope(out, *queries.table), topk_indices
 
 
 def share_of(weight: Float, rank: int, cp_size: int) -> Float:
@@ -196,29 +147,36 @@ def share_of(weight: Float, rank: int, cp_size: int) -> Float:
     return weight[rank * size : (rank + 1) * size]
 
 
-def share_of_output(out: Float, call: Call, rank: int, cp_size: int) -> Float:
-    """The summand of the layer's output that one rank's heads make: column-parallel wo_a, row-parallel wo_b."""
-    wo_a, wo_b = call.weights.wo_a, call.weights.wo_b
-    return call.ops.projected_output(out, share_of(wo_a, rank, cp_size), share_of(wo_b.T, rank, cp_size).T)
+def with_groups(weights: LayerWeights, rank: int, cp_size: int) -> LayerWeights:
+    """The weights with one rank's share of the groups: column-parallel wo_a, row-parallel wo_b."""
+    return weights._replace(wo_a=share_of(weights.wo_a, rank, cp_size), wo_b=share_of(weights.wo_b.T, rank, cp_size).T)
+
+
+def with_heads(weights: LayerWeights, rank: int, cp_size: int) -> LayerWeights:
+    """The weights with one rank's share of the heads, and of the groups they form."""
+    shared = with_groups(weights, rank, cp_size)
+    return shared._replace(
+        wq_b=share_of(weights.wq_b, rank, cp_size), attn_sink=share_of(weights.attn_sink, rank, cp_size)
+    )
 
 
 # --- the key side ---
 
 
-def raw_keys(x: Float, rows: Rows, call: Call) -> Float:
+def raw_keys(x: Float, table: tuple[Float, Float], call: Call) -> Float:
     """The raw keys of some rows, normed and turned."""
-    kv = rms_norm(x @ call.weights.wkv.T.to(x.dtype), call.weights.kv_norm, call.config.rms_norm_eps)
-    return call.ops.apply_rope(kv, *rope_table(rows.positions, call.frequencies))
+    kv = rms_norm(x @ call.weights.wkv.T.to(x.dtype), call.weights.kv_norm, call.kind.config.rms_norm_eps)
+    return call.kind.ops.apply_rope(kv, *table)
 
 
-def key_rows(x: Float, rows: Rows, call: Call) -> KeyRows:
-    """The projections of the key side for some rows."""
+def key_rows(x: Float, geometry: Geometry, call: Call) -> KeyRows:
+    """The projections of the key side for the rows that this rank projects."""
     nothing = ProjectedRows(x.new_zeros(len(x), 0), x.new_zeros(len(x), 0))
-    weights, project = call.weights, call.ops.projected_rows
+    weights, project, positions = call.weights, call.kind.ops.projected_rows, geometry.projected.positions
     return KeyRows(
-        raw_keys(x, rows, call),
-        project(x, rows.positions, weights.compressor) if weights.compressor else nothing,
-        project(x, rows.positions, weights.indexer.compressor) if weights.indexer else nothing,
+        raw_keys(x, geometry.table, call),
+        project(x, positions, weights.compressor) if weights.compressor else nothing,
+        project(x, positions, weights.indexer.compressor) if weights.indexer else nothing,
     )
 
 
@@ -227,43 +185,27 @@ def states_of(state: CompressorState, indices: Int32) -> CompressorState:
     return CompressorState(*(part[indices] for part in state))
 
 
-def used_part(plan: EntryPlan) -> EntryPlan:
-    """The plan without its unused capacity where that can be read; elsewhere all of it, -1 where unused."""
-    if not values_known(plan.entry_start_loc):
-        return plan
-    count = int(plan.entry_start_loc[-1])
-    return plan._replace(entry_requests=plan.entry_requests[:count], entry_indices=plan.entry_indices[:count])
-
-
-def step_plan(batch: LayerBatch, compress_ratio: int, num_rows: int) -> EntryPlan:
-    """The entries that the step completes."""
-    return used_part(
-        emitted_entries(batch.query_start_loc, num_computed_tokens(batch), compress_ratio, num_rows=num_rows)
-    )
-
-
-def side_of_hidden(x: Float, rows: Rows, cache: LayerCache, batch: LayerBatch, call: Call) -> KeySide:
+def side_of_hidden(x: Float, geometry: Geometry, cache: LayerCache, call: Call) -> KeySide:
     """The key side from the hidden rows of every token."""
-    weights = call.weights
-    side = KeySide(raw_keys(x, rows, call), rows)
-    if weights.compressor is None:
+    weights, batch, entries = call.weights, geometry.batch, geometry.entries
+    side = KeySide(raw_keys(x, geometry.table, call))
+    if weights.compressor is None or entries is None:
         return side
-    plan = step_plan(batch, call.ratio, len(x))
 
     def compressed(part: CompressorWeights, state: CompressorState) -> tuple[Float, CompressorState]:
-        done, after = call.ops.compress_(
+        done, after = call.kind.ops.compress_(
             x,
             part,
             batch.query_start_loc,
             num_computed_tokens(batch),
             states_of(state, batch.state_indices),
-            call.frequencies,
-            eps=call.config.rms_norm_eps,
+            call.kind.frequencies,
+            eps=call.kind.config.rms_norm_eps,
         )
-        return done.entries[: len(plan.entry_requests)], after
+        return done.entries[: len(entries.slots)], after
 
-    entries, cmp_state = compressed(weights.compressor, cache.cmp_state)
-    side = side._replace(plan=plan, entries=entries, cmp_state=cmp_state)
+    pooled, cmp_state = compressed(weights.compressor, cache.cmp_state)
+    side = side._replace(entries=pooled, cmp_state=cmp_state)
     if weights.indexer is None:
         return side
     index_entries, index_state = compressed(weights.indexer.compressor, cache.index_state)
@@ -279,7 +221,7 @@ def step_entries(
     call: Call,
 ) -> Float:
     """These entries of the step, from the projections of its rows."""
-    return call.ops.pooled_entries(
+    return call.kind.ops.pooled_entries(
         projected,
         plan.entry_requests,
         plan.entry_indices,
@@ -287,47 +229,44 @@ def step_entries(
         num_computed_tokens(batch),
         states_of(state, batch.state_indices),
         part.norm_weight,
-        call.frequencies,
-        compress_ratio=len(part.ape),
-        eps=call.config.rms_norm_eps,
+        call.kind.frequencies,
+        compress_ratio=call.kind.ratio,
+        eps=call.kind.config.rms_norm_eps,
     )
 
 
 def carried_state(projected: ProjectedRows, state: CompressorState, batch: LayerBatch, call: Call) -> CompressorState:
     """The rings of the batch's requests after the step."""
     old = states_of(state, batch.state_indices)
-    return call.ops.updated_state_(projected, batch.query_start_loc, num_computed_tokens(batch), old)
+    return call.kind.ops.updated_state_(projected, batch.query_start_loc, num_computed_tokens(batch), old)
 
 
-def side_of_rows(keys: KeyRows, rows: Rows, cache: LayerCache, batch: LayerBatch, call: Call) -> KeySide:
+def side_of_rows(keys: KeyRows, geometry: Geometry, cache: LayerCache, call: Call) -> KeySide:
     """The key side from the projections of every token."""
-    weights = call.weights
-    side = KeySide(keys.kv, rows)
-    if weights.compressor is None:
+    weights, batch, entries = call.weights, geometry.batch, geometry.entries
+    side = KeySide(keys.kv)
+    if weights.compressor is None or entries is None:
         return side
-    plan = step_plan(batch, call.ratio, len(keys.kv))
     side = side._replace(
-        plan=plan,
-        entries=step_entries(keys.cmp_rows, weights.compressor, cache.cmp_state, plan, batch, call),
+        entries=step_entries(keys.cmp_rows, weights.compressor, cache.cmp_state, entries.plan, batch, call),
         cmp_state=carried_state(keys.cmp_rows, cache.cmp_state, batch, call),
     )
     if weights.indexer is None:
         return side
+    index = weights.indexer.compressor
     return side._replace(
-        index_entries=step_entries(keys.index_rows, weights.indexer.compressor, cache.index_state, plan, batch, call),
+        index_entries=step_entries(keys.index_rows, index, cache.index_state, entries.plan, batch, call),
         index_state=carried_state(keys.index_rows, cache.index_state, batch, call),
     )
 
 
-def written_(cache: LayerCache, side: KeySide, batch: LayerBatch, call: Call) -> LayerCache:
+def written_(cache: LayerCache, side: KeySide, geometry: Geometry, call: Call) -> LayerCache:
     """The cache with the step's key side written into it; everything is found to fit before the first write."""
-    swa_slots = slot_mapping(side.rows.positions, side.rows.requests, batch.swa_block_table, cache.swa_cache.shape[1])
     kv = side.kv.to(cache.swa_cache.dtype)
-    writes = [(cache.swa_cache, kv, swa_slots)]
+    writes = [(cache.swa_cache, kv, geometry.swa_slots)]
     check_writes(*writes[0])
-    if side.plan is not None and side.entries is not None:
-        entry_rows = (side.plan.entry_indices, side.plan.entry_requests)
-        slots = slot_mapping(*entry_rows, batch.cmp_block_table, cache.cmp_cache.shape[1])
+    if geometry.entries is not None and side.entries is not None:
+        slots = geometry.entries.slots
         writes.append((cache.cmp_cache, side.entries.to(cache.cmp_cache.dtype), slots))
         check_writes(*writes[-1])
         if side.index_entries is not None:
@@ -335,17 +274,24 @@ def written_(cache: LayerCache, side: KeySide, batch: LayerBatch, call: Call) ->
             stored = stored_keys(cache.index_cache, index_keys, slots)
             writes += [(part, rows, slots) for part, rows in zip(parts_of(cache.index_cache), stored, strict=True)]
     for part, rows, slots in writes:
-        call.ops.scattered_rows_(part, rows, slots)
+        call.kind.ops.scattered_rows_(part, rows, slots)
     for state, after in ((cache.cmp_state, side.cmp_state), (cache.index_state, side.index_state)):
         for part, values in zip(state, after or (), strict=False):
-            part[batch.state_indices] = values
+            part[geometry.batch.state_indices] = values
     return cache
+
+
+def one_device(
+    x: Float, geometry: Geometry, cache: LayerCache, call: Call, given_topk: Int32 | None
+) -> tuple[Float, Int32]:
+    """A step of a device that has all rows, written into its cache: the output of the heads and groups that the
+    weights have, and the chosen entries."""
+    written_(cache, side_of_hidden(x, geometry, cache, call), geometry, call)
+    out, chosen = query_side(x, geometry.queries, cache, call, given_topk)
+    return call.kind.ops.projected_output(out, call.weights.wo_a, call.weights.wo_b), chosen
 
 
 def copied(cache: LayerCache) -> LayerCache:
     """The same cache in memory of its own."""
-
-    def copy(value: Any) -> Any:
-        return value.clone() if isinstance(value, torch.Tensor) else type(value)(*map(copy, value))
-
-    return copy(cache)
+    copy: LayerCache = with_tensors(cache, torch.Tensor.clone)
+    return copy

@@ -13,26 +13,36 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
 from dsacp_npu import exchange
+from dsacp_npu._geometry import (
+    Entries,
+    Geometry,
+    Kind,
+    Sizes,
+    entries_of,
+    moved,
+    num_computed_tokens,
+    queries_of,
+    rows_of,
+    swa_slots,
+    used_part,
+)
 from dsacp_npu._layer_parts import (
     Call,
     KeySide,
     carried_state,
     key_rows,
-    num_computed_tokens,
     query_side,
-    rows_of,
-    share_of_output,
     side_of_hidden,
     side_of_rows,
     step_entries,
-    step_plan,
     written_,
 )
 from dsacp_npu._layer_records import KeyRows, LayerBatch, LayerCache, LayerOutput, Rows
 from dsacp_npu._tensors import Float, Int32, check_host, torch
-from dsacp_npu.compressor import CompressorState, CompressorWeights, EntryPlan, ProjectedRows
+from dsacp_npu.compressor import CompressorState, CompressorWeights, ProjectedRows, emitted_entries
 from dsacp_npu.extents import local_extents
 from dsacp_npu.partition import Partition, counted, inverse_of, partition_tokens, restored_rows, spread_rows
+from dsacp_npu.rope import rope_table
 from dsacp_npu.visibility import pool_row_starts, window_starts
 
 
@@ -65,7 +75,7 @@ class Modes(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """What follows from the lengths of a step, the same on every rank; on the host.
+    """What follows from the lengths of a step for all layers of a ratio, the same on every rank; on the host.
 
     Fields:
         partition: Partition of the tokens.
@@ -88,6 +98,40 @@ class StepPlan(NamedTuple):
     def num_tokens(self) -> int:
         """Tokens of the step."""
         return len(self.partition.restore_indices)
+
+
+class LocalRows(NamedTuple):
+    """One rank's rows of a step; on the device.
+
+    Fields:
+        tokens: int32[local rows], global tokens, -1 in pad rows.
+        real: int64[real rows], the local rows that are none.
+        spread: int32[local rows], the place of each row among the real ones, -1 in pad rows.
+        known: int32[known rows], tokens whose key side the rank knows after the exchange: its own, and those it wants.
+    """
+
+    tokens: Int32
+    real: torch.Tensor
+    spread: Int32
+    known: Int32
+
+
+class RankStep(NamedTuple):
+    """A step over ranks as one of them sees it, for all layers of a ratio.
+
+    Fields:
+        plan: StepPlan, on the host, the same on every rank.
+        modes: Modes.
+        cp_rank: int.
+        local: LocalRows.
+        geometry: Geometry.
+    """
+
+    plan: StepPlan
+    modes: Modes
+    cp_rank: int
+    local: LocalRows
+    geometry: Geometry
 
 
 Program = Generator[Exchanged, Any, Any]
@@ -123,13 +167,50 @@ def run_alone(program: Program, answered: Callable[[Exchanged], Any]) -> Any:
 # --- planning, on the host ---
 
 
-def step_plan_over_ranks(batch: LayerBatch, partition: Partition, modes: Modes, call: Call, ring_rows: int) -> StepPlan:
+def step_plan_over_ranks(batch: LayerBatch, partition: Partition, modes: Modes, kind: Kind, ring_rows: int) -> StepPlan:
     """The plan of a step that has been found legal. ``ring_rows``: of the compressor's state, most of any rank."""
     if modes.key_mode != "gather_compressed":
         return StepPlan(partition, batch, [], None)
-    wanted = [halo_tokens(rows_of(tokens, batch), batch, call, ring_rows) for tokens in partition.token_indices]
-    owned = entry_partition(partition, batch, call.ratio) if call.weights.compressor else None
+    wanted = [halo_tokens(rows_of(tokens, batch), batch, kind, ring_rows) for tokens in partition.token_indices]
+    owned = entry_partition(partition, batch, kind.ratio) if kind.ratio > 1 else None
     return StepPlan(partition, batch, wanted, owned)
+
+
+def rank_step(plan: StepPlan, modes: Modes, cp_rank: int, sizes: Sizes, kind: Kind, device: torch.device) -> RankStep:
+    """One rank's step: what it holds, projects, writes and asks, found on the host and moved to its device."""
+    tokens = plan.partition.token_indices[cp_rank]
+    real = tokens >= 0
+    real_rows = real.nonzero()[:, 0]
+    spread = (real.cumsum(0) - 1).masked_fill(~real, -1).int()
+    everything = rows_of(counted(plan.num_tokens, tokens), plan.batch)
+    own, known = rows_of(tokens, plan.batch), everything
+    if modes.key_mode == "gather_compressed":
+        known = rows_of(torch.cat([tokens[real_rows], plan.wanted[cp_rank]]), plan.batch)
+    local, batch, own, known, everything, extents, entries = moved(
+        (
+            LocalRows(tokens, real_rows, spread, known.tokens),
+            plan.batch,
+            own,
+            known,
+            everything,
+            local_extents(
+                plan.batch.query_start_loc,
+                plan.batch.seq_lens,
+                len(plan.partition.token_indices),
+                cp_rank,
+                split=modes.split,
+                num_input_tokens=modes.num_input_tokens,
+            ),
+            entries_of(plan.batch, plan.num_tokens, sizes, kind),
+        ),
+        device,
+    )
+    # Operators take queries without the pad rows that some rules put between pieces.
+    queries = queries_of(Rows(*(part[local.real] for part in own)), extents, batch, kind)
+    projected = everything if modes.key_mode in ("replicate", "gather_hidden") else own
+    table = rope_table(projected.positions, kind.frequencies)
+    geometry = Geometry(batch, projected, table, swa_slots(known, batch, sizes), entries, queries)
+    return RankStep(plan, modes, cp_rank, local, geometry)
 
 
 def planned_partition(batch: LayerBatch, cp_size: int, modes: Modes) -> Partition:
@@ -139,24 +220,23 @@ def planned_partition(batch: LayerBatch, cp_size: int, modes: Modes) -> Partitio
     return partition_tokens(batch.query_start_loc, cp_size, split=modes.split, num_input_tokens=modes.num_input_tokens)
 
 
-def halo_tokens(place: Rows, batch: LayerBatch, call: Call, ring_rows: int) -> Int32:
+def halo_tokens(place: Rows, batch: LayerBatch, kind: Kind, ring_rows: int) -> Int32:
     """The new tokens of other ranks whose key side one rank needs.
 
     ::
 
         window of each own query | rows of each entry whose last token is own | the last rows of every request
     """
-    window_size, compressor = call.config.window_size, call.weights.compressor
+    window_size = kind.config.window_size
     first_token = batch.query_start_loc[:-1]
     own = place.positions >= 0
     tokens, positions, requests = place.tokens[own], place.positions[own], place.requests[own]
     window = tokens - (positions - window_starts(positions, window_size))
     closing, pooled, pooled_rows = torch.zeros_like(positions, dtype=torch.bool), tokens[:0], 0
-    if compressor is not None:
-        overlap = len(compressor.wkv) > len(compressor.norm_weight)
-        pooled_rows = (2 if overlap else 1) * call.ratio
-        closing = (positions + 1) % call.ratio == 0
-        reach = pool_row_starts(positions[closing], call.ratio, overlap=overlap)
+    if kind.ratio > 1:
+        pooled_rows = (2 if kind.overlap else 1) * kind.ratio
+        closing = (positions + 1) % kind.ratio == 0
+        reach = pool_row_starts(positions[closing], kind.ratio, overlap=kind.overlap)
         pooled = tokens[closing] - (positions[closing] - reach)
     live = (batch.seq_lens > 0) & (batch.query_start_loc[1:] > first_token)
     ends = batch.query_start_loc[1:][live]
@@ -177,7 +257,8 @@ def halo_tokens(place: Rows, batch: LayerBatch, call: Call, ring_rows: int) -> I
 def entry_partition(partition: Partition, batch: LayerBatch, compress_ratio: int) -> Partition:
     """The step's entries over ranks: each belongs to the owner of its last token."""
     computed = num_computed_tokens(batch)
-    plan = step_plan(batch, compress_ratio, len(partition.restore_indices))
+    num_rows = len(partition.restore_indices)
+    plan = used_part(emitted_entries(batch.query_start_loc, computed, compress_ratio, num_rows=num_rows))
     requests, indices = plan.entry_requests, plan.entry_indices
     last_tokens = batch.query_start_loc[requests] + (indices + 1) * compress_ratio - 1 - computed[requests]
     owned = tuple(torch.isin(last_tokens, tokens).nonzero()[:, 0].int() for tokens in partition.token_indices)
@@ -187,78 +268,36 @@ def entry_partition(partition: Partition, batch: LayerBatch, compress_ratio: int
 # --- one rank's program ---
 
 
-def moved(value: Any, device: torch.device) -> Any:
-    """A record with its tensors on a device."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    return value if value is None else type(value)(*(moved(part, device) for part in value))
-
-
-def rank_program(
-    x: Float,
-    cache: LayerCache,
-    cp_rank: int,
-    plan: StepPlan,
-    modes: Modes,
-    call: Call,
-    given_topk: Int32 | None,
-) -> Program:
+def rank_program(x: Float, cache: LayerCache, step: RankStep, call: Call, given_topk: Int32 | None) -> Program:
     """One rank's step; writes into its cache. Every check that can be made before is made before."""
-    tokens = plan.partition.token_indices[cp_rank]
-    real = tokens >= 0
-    extents = local_extents(
-        plan.batch.query_start_loc,
-        plan.batch.seq_lens,
-        len(plan.partition.token_indices),
-        cp_rank,
-        split=modes.split,
-        num_input_tokens=modes.num_input_tokens,
-    )
-    device = x.device
-    batch, place = moved(plan.batch, device), moved(rows_of(tokens, plan.batch), device)
+    local, modes = step.local, step.modes
     # Pad rows of the caller's hold anything; no exchange gives them to another row, and the end fills them anew.
-    own = spread_rows(x, tokens) if modes.rows == "full" else x
-    side = yield from key_side(x, own, place, cp_rank, cache, batch, plan, modes, call)
-    cache = written_(cache, side, batch, call)
-    # Operators take queries without the pad rows that some rules put between pieces.
-    real_rows = real.nonzero()[:, 0].to(device)
-    place = Rows(*(part[real_rows] for part in place))
-    chosen = None if given_topk is None else given_topk[place.tokens]
-    weights = call.weights
-    out, chosen = query_side(
-        own[real_rows], place, cache, moved(extents, device), batch, call, weights.wq_b, weights.attn_sink, chosen
-    )
-    spread = (real.cumsum(0) - 1).masked_fill(~real, -1).int()
-    output = yield from rank_output(spread_rows(out, spread), cp_rank, plan, modes, call)
+    own = spread_rows(x, local.tokens) if modes.rows == "full" else x
+    side = yield from key_side(x, own, cache, step, call)
+    cache = written_(cache, side, step.geometry, call)
+    queries = step.geometry.queries
+    chosen = None if given_topk is None else given_topk[queries.rows.tokens]
+    out, chosen = query_side(own[local.real], queries, cache, call, chosen)
+    output = yield from rank_output(spread_rows(out, local.spread), step, call)
     if modes.rows == "full":
         output = torch.cat([output, output.new_zeros(len(x) - len(output), output.shape[1])])
-    no_choice = ~real.to(device)[:, None]
-    return LayerOutput(output, spread_rows(chosen, spread).masked_fill(no_choice, -1), cache)
+    no_choice = (local.tokens < 0)[:, None]
+    return LayerOutput(output, spread_rows(chosen, local.spread).masked_fill(no_choice, -1), cache)
 
 
-def key_side(
-    x: Float,
-    own: Float,
-    place: Rows,
-    cp_rank: int,
-    cache: LayerCache,
-    batch: LayerBatch,
-    plan: StepPlan,
-    modes: Modes,
-    call: Call,
-) -> Program:
+def key_side(x: Float, own: Float, cache: LayerCache, step: RankStep, call: Call) -> Program:
     """What the step puts into this rank's cache."""
-    if modes.key_mode == "gather_compressed":
-        return (yield from side_from_own_entries(own, place, cp_rank, cache, batch, plan, call))
-    everything = rows_of(counted(plan.num_tokens, place.tokens), batch)
-    if modes.key_mode == "gather_kv":
-        keys = key_rows(own, place, call)
-        gathered = yield Exchanged("gathered_in_order", packed(keys), (plan.partition,))
-        return side_of_rows(unpacked(gathered, keys), everything, cache, batch, call)
-    whole = x[: plan.num_tokens]
-    if modes.key_mode == "gather_hidden":
-        whole = yield Exchanged("gathered_in_order", own, (plan.partition,))
-    return side_of_hidden(whole, everything, cache, batch, call)
+    key_mode, partition = step.modes.key_mode, step.plan.partition
+    if key_mode == "gather_compressed":
+        return (yield from side_from_own_entries(own, cache, step, call))
+    if key_mode == "gather_kv":
+        keys = key_rows(own, step.geometry, call)
+        gathered = yield Exchanged("gathered_in_order", packed(keys), (partition,))
+        return side_of_rows(unpacked(gathered, keys), step.geometry, cache, call)
+    whole = x[: step.plan.num_tokens]
+    if key_mode == "gather_hidden":
+        whole = yield Exchanged("gathered_in_order", own, (partition,))
+    return side_of_hidden(whole, step.geometry, cache, call)
 
 
 def packed(keys: KeyRows) -> torch.Tensor:
@@ -278,50 +317,32 @@ def unpacked(rows: torch.Tensor, like: KeyRows) -> KeyRows:
     return KeyRows(parts[0], ProjectedRows(*parts[1:3]), ProjectedRows(*parts[3:5]))
 
 
-def side_from_own_entries(
-    own: Float, place: Rows, cp_rank: int, cache: LayerCache, batch: LayerBatch, plan: StepPlan, call: Call
-) -> Program:
+def side_from_own_entries(own: Float, cache: LayerCache, step: RankStep, call: Call) -> Program:
     """The key side when each rank pools the entries whose last token it owns.
 
     A rank knows its own rows, the rows that its windows and its entries reach back to, and what the next step goes on
     from. Every row that it does not know is NaN, which proves that none is read.
     """
-    keys = key_rows(own, place, call)
+    plan, local, batch, entries = step.plan, step.local, step.geometry.batch, step.geometry.entries
+    keys = key_rows(own, step.geometry, call)
     received = yield Exchanged("requested_rows", packed(keys), (plan.partition, plan.wanted))
-    tokens = plan.partition.token_indices[cp_rank]
-    real = (tokens >= 0).nonzero()[:, 0]
-    known = torch.cat([tokens[real], plan.wanted[cp_rank]]).to(own.device)
-    real = real.to(own.device)
 
     def spread(mine: Float, theirs: Float) -> Float:
         rows = mine.new_full((plan.num_tokens, mine.shape[1]), float("nan"))
-        rows[known] = torch.cat([mine[real], theirs])
+        rows[local.known] = torch.cat([mine[local.real], theirs])
         return rows
 
     halo = unpacked(received, keys)
-    cmp_rows = ProjectedRows(*map(spread, keys.cmp_rows, halo.cmp_rows))
-    index_rows = ProjectedRows(*map(spread, keys.index_rows, halo.index_rows))
-    side = KeySide(torch.cat([keys.kv[real], halo.kv]), rows_of(known, batch))
-    weights = call.weights
-    if weights.compressor is None or plan.owned is None:
+    side, weights = KeySide(torch.cat([keys.kv[local.real], halo.kv])), call.weights
+    if weights.compressor is None or entries is None:
         return side
-    entry_plan = step_plan(batch, call.ratio, plan.num_tokens)
-    entries = yield from gathered_entries(
-        cmp_rows, weights.compressor, cache.cmp_state, entry_plan, cp_rank, batch, plan, call
-    )
-    count = len(plan.owned.restore_indices)
-    side = side._replace(
-        plan=entry_plan._replace(
-            entry_requests=entry_plan.entry_requests[:count], entry_indices=entry_plan.entry_indices[:count]
-        ),
-        entries=entries,
-        cmp_state=carried_state(cmp_rows, cache.cmp_state, batch, call),
-    )
+    cmp_rows = ProjectedRows(*map(spread, keys.cmp_rows, halo.cmp_rows))
+    pooled = yield from gathered_entries(cmp_rows, weights.compressor, cache.cmp_state, entries, step, call)
+    side = side._replace(entries=pooled, cmp_state=carried_state(cmp_rows, cache.cmp_state, batch, call))
     if weights.indexer is None:
         return side
-    index_entries = yield from gathered_entries(
-        index_rows, weights.indexer.compressor, cache.index_state, entry_plan, cp_rank, batch, plan, call
-    )
+    index_rows, index = ProjectedRows(*map(spread, keys.index_rows, halo.index_rows)), weights.indexer.compressor
+    index_entries = yield from gathered_entries(index_rows, index, cache.index_state, entries, step, call)
     return side._replace(
         index_entries=index_entries, index_state=carried_state(index_rows, cache.index_state, batch, call)
     )
@@ -331,39 +352,46 @@ def gathered_entries(
     projected: ProjectedRows,
     part: CompressorWeights,
     state: CompressorState,
-    entry_plan: EntryPlan,
-    cp_rank: int,
-    batch: LayerBatch,
-    plan: StepPlan,
+    entries: Entries,
+    step: RankStep,
     call: Call,
 ) -> Program:
     """All entries of the step, this rank's pooled here."""
-    owned = plan.owned.token_indices[cp_rank].to(projected.kv.device)
-    mine = entry_plan._replace(
-        entry_requests=entry_plan.entry_requests[owned], entry_indices=entry_plan.entry_indices[owned]
-    )
-    entries = step_entries(projected, part, state, mine, batch, call)
-    return (yield Exchanged("gathered_in_order", entries, (plan.owned,)))
+    partition = step.plan.owned
+    assert partition is not None  # of a step that gathers entries
+    owned, plan = partition.token_indices[step.cp_rank].to(projected.kv.device), entries.plan
+    mine = plan._replace(entry_requests=plan.entry_requests[owned], entry_indices=plan.entry_indices[owned])
+    pooled = step_entries(projected, part, state, mine, step.geometry.batch, call)
+    return (yield Exchanged("gathered_in_order", pooled, (partition,)))
 
 
-def rank_output(out: Float, cp_rank: int, plan: StepPlan, modes: Modes, call: Call) -> Program:
+def rank_output(out: Float, step: RankStep, call: Call) -> Program:
     """The layer's output on this rank from the attention output of its own rows, pad rows included."""
-    cp_size, wo_a, wo_b = len(plan.rows_per_rank), call.weights.wo_a, call.weights.wo_b
+    plan, modes, wo_a, wo_b = step.plan, step.modes, call.weights.wo_a, call.weights.wo_b
     if modes.output_mode == "all_to_all":
         heads = yield Exchanged("head_shards", out, (plan.rows_per_rank,))
-        partial = share_of_output(heads, call, cp_rank, cp_size)
+        partial = call.kind.ops.projected_output(heads, wo_a, wo_b)
         if modes.rows == "scattered":
             return (yield Exchanged("reduce_scatter", partial, (plan.rows_per_rank,)))
         return (yield Exchanged("all_reduce", restored_rows(partial, plan.partition)))
     if modes.output_mode == "gather_weight":
-        # Each rank keeps its groups; the full weights exist only while they are used.
-        groups = [len(part) for part in torch.arange(len(wo_a)).tensor_split(cp_size)]
-        kept = slice(sum(groups[:cp_rank]), sum(groups[: cp_rank + 1]))
-        columns = wo_b.T.reshape(len(wo_a), -1, wo_b.shape[0])
-        wo_a = yield Exchanged("all_gather", wo_a[kept], (groups,))
-        columns = yield Exchanged("all_gather", columns[kept], (groups,))
-        wo_b = columns.reshape(-1, wo_b.shape[0]).T
-    own = call.ops.projected_output(out, wo_a, wo_b)
+        wo_a, wo_b = yield from gathered_weights(wo_a, wo_b, len(plan.rows_per_rank), call.kind)
+    own = call.kind.ops.projected_output(out, wo_a, wo_b)
     if modes.rows == "scattered":
         return own
     return (yield Exchanged("gathered_in_order", own, (plan.partition,)))
+
+
+def gathered_weights(wo_a: Float, wo_b: Float, cp_size: int, kind: Kind) -> Program:
+    """The full output weights from every rank's groups; they exist only while they are used."""
+    groups = groups_per_rank(kind.config.o_groups, cp_size)
+    columns = wo_b.T.reshape(*wo_a.shape[:2], wo_b.shape[0])
+    wo_a = yield Exchanged("all_gather", wo_a, (groups,))
+    columns = yield Exchanged("all_gather", columns, (groups,))
+    return wo_a, columns.reshape(-1, wo_b.shape[0]).T
+
+
+def groups_per_rank(o_groups: int, cp_size: int) -> list[int]:
+    """How many groups each rank keeps where weights are gathered; the first ranks keep one more."""
+    least, more = divmod(o_groups, cp_size)
+    return [least + (rank < more) for rank in range(cp_size)]

@@ -19,10 +19,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dsacp_npu import exchange, layer
+from dsacp_npu._geometry import rows_of
 from dsacp_npu._layer_checks import check_reads, check_step, check_weights
-from dsacp_npu._layer_parts import copied, rows_of
+from dsacp_npu._layer_parts import copied
 from dsacp_npu._layer_records import LayerBatch, LayerCache, LayerOutput, LayerWeights
-from dsacp_npu._rank_layer import Exchanged, Modes, rank_program, run_alone
+from dsacp_npu._rank_layer import Exchanged, Modes, run_alone
 from dsacp_npu._ranks import Ranks, connect, ranks_of
 from dsacp_npu._tensors import Float, Int32, check_host, check_tensor, dtype_name, torch
 from dsacp_npu.partition import Partition, counted, restored_rows
@@ -343,7 +344,8 @@ def over_ranks(
     plan, call = layer.planned_step(
         members, ranks.cp_size, weights, batch, config, compress_ratio, modes, given_topk, backend
     )
-    program = rank_program(x, cache if in_place else copied(cache), ranks.cp_rank, plan, modes, call, given_topk)
+    own = cache if in_place else copied(cache)
+    program = layer.program_of(x, own, ranks.cp_rank, plan, modes, call, given_topk)
 
     def answered(wish: Exchanged) -> Any:
         return globals()[wish.name](wish.shard, ranks, *wish.arguments)

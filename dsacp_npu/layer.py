@@ -14,27 +14,21 @@ A function whose name ends in ``_`` writes into its caches. What can be refused 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from dsacp_npu._geometry import Kind, kind_of, rows_of, sizes_of, whole_geometry
 from dsacp_npu._layer_checks import check_given, check_inputs, check_reads, check_step, check_weights
-from dsacp_npu._layer_parts import (
-    Call,
-    Torch,
-    copied,
-    query_side,
-    rows_of,
-    share_of,
-    share_of_output,
-    side_of_hidden,
-    whole_extents,
-    written_,
-)
+from dsacp_npu._layer_parts import Call, Torch, copied, one_device, with_groups, with_heads
 from dsacp_npu._layer_records import KeyRows, LayerBatch, LayerCache, LayerOutput, LayerWeights, RanksOutput
 from dsacp_npu._rank_layer import (
     Modes,
+    Program,
     StepPlan,
+    groups_per_rank,
     planned_partition,
     rank_program,
+    rank_step,
     run_together,
     step_plan_over_ranks,
 )
@@ -157,7 +151,7 @@ def attention_layer(
 ) -> LayerOutput:
     """Mirror of `dsacp_ref.layer.attention_layer`."""
     check_attention_layer(x, weights, cache, batch, config, compress_ratio, given_topk)
-    return one_device(x, copied(cache), batch, call_of(weights, config, compress_ratio, backend), given_topk)
+    return whole_step(x, copied(cache), batch, call_of(weights, config, compress_ratio, backend), given_topk)
 
 
 def attention_layer_(
@@ -174,7 +168,7 @@ def attention_layer_(
     """`attention_layer`, written into the cache, which is returned in the output."""
     check_attention_layer(x, weights, cache, batch, config, compress_ratio, given_topk)
     check_reads(rows_of(counted(len(x), batch.seq_lens), batch).positions, batch, cache, given_topk, weights, config)
-    return one_device(x, cache, batch, call_of(weights, config, compress_ratio, backend), given_topk)
+    return whole_step(x, cache, batch, call_of(weights, config, compress_ratio, backend), given_topk)
 
 
 def check_attention_layer(
@@ -193,20 +187,15 @@ def check_attention_layer(
 
 
 def call_of(weights: LayerWeights, config: AttentionConfig, compress_ratio: int, backend: Backend | None) -> Call:
-    """What all rows of a step share."""
+    """A layer with all its heads and groups."""
     ops: Any = Torch if backend is None else backend
-    return Call(weights, config, layer_frequencies(config, compress_ratio), ops)
+    return Call(kind_of(weights, config, layer_frequencies(config, compress_ratio), ops), weights)
 
 
-def one_device(x: Float, cache: LayerCache, batch: LayerBatch, call: Call, given_topk: Int32 | None) -> LayerOutput:
+def whole_step(x: Float, cache: LayerCache, batch: LayerBatch, call: Call, given_topk: Int32 | None) -> LayerOutput:
     """One step, written into the cache."""
-    rows = rows_of(counted(len(x), batch.seq_lens), batch)
-    written_(cache, side_of_hidden(x, rows, cache, batch, call), batch, call)
-    weights = call.weights
-    out, chosen = query_side(
-        x, rows, cache, whole_extents(batch), batch, call, weights.wq_b, weights.attn_sink, given_topk
-    )
-    return LayerOutput(call.ops.projected_output(out, weights.wo_a, weights.wo_b), chosen, cache)
+    geometry = whole_geometry(batch, len(x), sizes_of(cache), call.kind)
+    return LayerOutput(*one_device(x, geometry, cache, call, given_topk), cache)
 
 
 # --- over ranks ---
@@ -308,12 +297,17 @@ def by_heads(
     x: Float, cache: LayerCache, cp_rank: int, cp_size: int, batch: LayerBatch, call: Call
 ) -> tuple[Float, Int32]:
     """One rank's step by heads, written into its cache: its summand of the output, and the chosen entries."""
-    rows = rows_of(counted(len(x), batch.seq_lens), batch)
-    written_(cache, side_of_hidden(x, rows, cache, batch, call), batch, call)
-    wq_b = share_of(call.weights.wq_b, cp_rank, cp_size)
-    sink = share_of(call.weights.attn_sink, cp_rank, cp_size)
-    out, chosen = query_side(x, rows, cache, whole_extents(batch), batch, call, wq_b, sink, None)
-    return share_of_output(out, call, cp_rank, cp_size), chosen
+    kind = shared_kind(call.kind, cp_size)
+    geometry = whole_geometry(batch, len(x), sizes_of(cache), kind)
+    return one_device(x, geometry, cache, Call(kind, with_heads(call.weights, cp_rank, cp_size)), None)
+
+
+def shared_kind(kind: Kind, cp_size: int) -> Kind:
+    """The kind with one rank's share of the heads and groups."""
+    config = kind.config
+    return kind._replace(
+        config=replace(config, num_heads=config.num_heads // cp_size, o_groups=config.o_groups // cp_size)
+    )
 
 
 def layer_over_ranks(
@@ -387,8 +381,29 @@ def all_ranks(
     """Every rank's step, written into the caches."""
     members = dict(enumerate(zip(inputs, caches, strict=True)))
     plan, call = planned_step(members, len(inputs), weights, batch, config, compress_ratio, modes, given_topk, backend)
-    programs = [rank_program(x, cache, rank, plan, modes, call, given_topk) for rank, (x, cache) in members.items()]
+    programs = [program_of(x, cache, rank, plan, modes, call, given_topk) for rank, (x, cache) in members.items()]
     return RanksOutput(*map(list, zip(*run_together(programs), strict=True)))
+
+
+def program_of(
+    x: Float, cache: LayerCache, cp_rank: int, plan: StepPlan, modes: Modes, call: Call, given_topk: Int32 | None
+) -> Program:
+    """One rank's program of a planned step, with the weights that its modes let it use."""
+    step = rank_step(plan, modes, cp_rank, sizes_of(cache), call.kind, x.device)
+    kept = call._replace(weights=kept_weights(call.weights, cp_rank, len(plan.rows_per_rank), modes.output_mode))
+    return rank_program(x, cache, step, kept, given_topk)
+
+
+def kept_weights(weights: LayerWeights, cp_rank: int, cp_size: int, output_mode: str) -> LayerWeights:
+    """The weights with the groups that a rank keeps."""
+    if output_mode == "replicated_weight":
+        return weights
+    if output_mode == "all_to_all":
+        return with_groups(weights, cp_rank, cp_size)
+    groups = groups_per_rank(len(weights.wo_a), cp_size)
+    kept = slice(sum(groups[:cp_rank]), sum(groups[: cp_rank + 1]))
+    lora = weights.wo_a.shape[1]
+    return weights._replace(wo_a=weights.wo_a[kept], wo_b=weights.wo_b[:, kept.start * lora : kept.stop * lora])
 
 
 def planned_step(
@@ -432,7 +447,7 @@ def planned_step(
         check_reads(positions, batch, cache, given_topk, weights, config)
     call = call_of(weights, config, compress_ratio, backend)
     ring_rows = max(cache.cmp_state.kv.shape[1] for _, cache in members.values())
-    return step_plan_over_ranks(batch, partition, modes, call, ring_rows), call
+    return step_plan_over_ranks(batch, partition, modes, call.kind, ring_rows), call
 
 
 # --- draft layers ---

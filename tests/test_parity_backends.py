@@ -163,8 +163,8 @@ BROKEN_TORCH: dict[str, tuple[Any, str, Callable[..., Any], Cell]] = {
     ),
     "one device's share of a weight": (
         torch_layer,
-        "share_of_output",
-        lambda right: lambda out, call, rank, size: right(out, call, 0, size),
+        "with_heads",
+        lambda right: lambda weights, rank, size: right(weights, 0, size),
         a_cell(scenario="mixed"),  # its third step runs by heads
     ),
 }

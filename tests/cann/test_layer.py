@@ -90,8 +90,10 @@ class Spy:
         for args, kwargs, chosen in self.calls:
             index_q, weights, codes, *rest = args
             floats = to_numpy((index_q, weights), "float64")
+            assert "metadata" in kwargs, "made once for the step"
+            sizes = {name: value for name, value in kwargs.items() if name != "metadata"}
             cache = ref_indexer.QuantizedVectors(*(part.numpy() for part in codes))
-            want = ref_indexer.lightning_indexer(*floats, cache, *to_numpy(tuple(rest), "float64"), **kwargs)
+            want = ref_indexer.lightning_indexer(*floats, cache, *to_numpy(tuple(rest), "float64"), **sizes)
             assert_same(chosen, want, "lightning_indexer")
 
 
