@@ -1,39 +1,29 @@
-"""Row-wise operators: partial rotation, index queries, the grouped output projection, norm with codes, cache writes."""
+"""Row-wise operators: partial rotation, index queries, int8 rows and products, the output projection, cache writes."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from dsacp_npu._operators import check_dtype, check_limit, in_float32, limit_error, operator
+from dsacp_npu._operators import HALVES, check_dtype, check_limit, in_float32, limit_error, operator
+from dsacp_npu._tensors import FLOATS as WIDE_FLOATS
 from dsacp_npu._tensors import Float, Int32, check_floats, torch
 from dsacp_npu.indexer import hadamard
 from dsacp_npu.paging import check_writes, spread
-from dsacp_ref.spec import check_int, check_number, contract_error
+from dsacp_npu.quant import QuantizedRows, QuantizedWeight, check_finite, check_normable, check_product
+from dsacp_ref.spec import check_choice, check_int, contract_error
 
 __all__ = [
-    "QuantizedRows",
     "apply_inverse_rope",
     "apply_rope",
     "index_queries",
     "projected_output",
+    "quant_matmul",
+    "quantized_rows",
     "rms_norm_quantized",
     "scattered_rows_",
 ]
 
 ROPE_HEAD_DIM, INDEX_HEAD_DIM = 64, 128
 FLOATS = ("float32", "bfloat16", "float16")
-
-
-class QuantizedRows(NamedTuple):
-    """Rows in int8 with one float32 scale each, for a matmul that takes both.
-
-    Fields:
-        values: int8[..., d].
-        scales: float32[...], largest magnitude / 127.
-    """
-
-    values: torch.Tensor
-    scales: Float
+MATMUL_WIDTH = 65535  # npu_quant_matmul takes no matrix that is wider, on either axis
 
 
 def apply_rope(x: Float, cos: Float, sin: Float) -> Float:
@@ -112,32 +102,54 @@ def projected_output(out: Float, wo_a: Float, wo_b: Float) -> Float:
     return low.reshape(len(out), groups * lora) @ wo_b.T.to(out.dtype)  # type: ignore[no-any-return]
 
 
+def quantized_rows(x: Float) -> QuantizedRows:
+    """`dsacp_ref.quant.quantized_rows` by the operator, whose roundings are not specified: a code may differ by one."""
+    check_floats("x", x, ("num_tokens", "in"))
+    check_finite("x", x)
+    check_dtype("quantized_rows", "x", x)
+    if len(x) == 0:
+        return no_rows(x)
+    return QuantizedRows(*operator("npu_dynamic_quant")(x, dst_type=torch.int8))
+
+
+def no_rows(x: Float) -> QuantizedRows:
+    """The codes of rows that there are none of."""
+    return QuantizedRows(x.new_empty(x.shape, dtype=torch.int8), x.new_empty(0, dtype=torch.float32))
+
+
 def rms_norm_quantized(x: Float, weight: Float, eps: float) -> QuantizedRows:
-    """The rows of `dsacp_ref.compressor.rms_norm`, coded in int8 by the one operator that does both.
-
-    Args:
-        x: bfloat16 or float16 [..., d].
-        weight: float[d]; goes to the operator in the dtype of ``x``.
-        eps: number, added to the mean square, > 0.
-
-    Returns:
-        QuantizedRows: symmetric, each row scaled by its own largest magnitude.
-
-    Raises:
-        ContractError: a shape, dtype or value does not hold.
-        UnsupportedError: a dtype that the operator does not take, or no such operator.
-
-    Source: operator npu_rms_norm_dynamic_quant, as vllm-ascend codes the query latent.
-    """
-    check_floats("x", x, (*getattr(x, "shape", ())[:-1], "d"))
-    check_int("d", x.shape[-1], 1)
-    check_floats("weight", weight, (x.shape[-1],), "one weight a channel")
-    eps = check_number("eps", eps, above=0.0)
+    """`dsacp_ref.quant.rms_norm_quantized` by the operator; the weight goes to it in the dtype of the rows."""
+    eps = check_normable(x, weight, eps)
     check_dtype("rms_norm_quantized", "x", x)
-    if x.numel() == 0:
-        return QuantizedRows(x.new_empty(x.shape, dtype=torch.int8), x.new_empty(x.shape[:-1], dtype=torch.float32))
-    values, scales = operator("npu_rms_norm_dynamic_quant")(x, weight.to(x.dtype), None, None, eps)
-    return QuantizedRows(values, scales)
+    if len(x) == 0:
+        return no_rows(x)
+    return QuantizedRows(*operator("npu_rms_norm_dynamic_quant")(x, weight.to(x.dtype), None, None, eps))
+
+
+def quant_matmul(rows: QuantizedRows, weight: QuantizedWeight, *, dtype: str) -> Float:
+    """`dsacp_ref.quant.quant_matmul` by the operator, in chunks of output channels where it takes no more at a time."""
+    check_product(rows, weight)
+    check_choice("dtype", dtype, (*WIDE_FLOATS, *HALVES))
+    if dtype not in HALVES:
+        raise limit_error("quant_matmul", "dtype", f"be {' or '.join(HALVES)}", dtype)
+    (num_tokens, width), num_channels = rows.values.shape, len(weight.values)
+    if width > MATMUL_WIDTH:
+        raise limit_error("quant_matmul", "rows.values", f"have at most {MATMUL_WIDTH} channels", width)
+    out_dtype = getattr(torch, dtype)
+    if 0 in (num_tokens, num_channels):
+        return rows.scales.new_zeros(num_tokens, num_channels, dtype=out_dtype)
+    parts = (torch.split(part, MATMUL_WIDTH) for part in (weight.values, weight.scales))
+    chunks = [
+        operator("npu_quant_matmul")(
+            rows.values.contiguous(),
+            values.contiguous().T,  # a view: the operator reads a transposed matrix in place, and no other strides
+            scales,
+            pertoken_scale=rows.scales,
+            output_dtype=out_dtype,  # left out it would be int8
+        )
+        for values, scales in zip(*parts, strict=True)
+    ]
+    return chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=1)
 
 
 def scattered_rows_(cache: torch.Tensor, rows: torch.Tensor, slots: Int32) -> torch.Tensor:

@@ -18,11 +18,12 @@ from dsacp_npu._cann_attention import (
 from dsacp_npu._cann_compressor import EntryRows, compress, compress_, entry_rope_and_slots
 from dsacp_npu._cann_indexer import indexer_metadata, lightning_indexer
 from dsacp_npu._cann_vectors import (
-    QuantizedRows,
     apply_inverse_rope,
     apply_rope,
     index_queries,
     projected_output,
+    quant_matmul,
+    quantized_rows,
     rms_norm_quantized,
     scattered_rows_,
 )
@@ -30,7 +31,6 @@ from dsacp_npu._cann_vectors import (
 __all__ = [
     "OPERATORS",
     "EntryRows",
-    "QuantizedRows",
     "all_entries_attention",
     "apply_inverse_rope",
     "apply_rope",
@@ -43,6 +43,8 @@ __all__ = [
     "lightning_indexer",
     "packed_attention",
     "projected_output",
+    "quant_matmul",
+    "quantized_rows",
     "rms_norm_quantized",
     "scattered_rows_",
     "selected_attention",
@@ -67,6 +69,8 @@ OPERATORS: dict[str, tuple[str, ...]] = {
     "lightning_indexer": INDEXER,
     "packed_attention": ATTENTION,
     "projected_output": ("npu_transpose_batchmatmul",),
+    "quant_matmul": ("npu_quant_matmul",),
+    "quantized_rows": ("npu_dynamic_quant",),
     "rms_norm_quantized": ("npu_rms_norm_dynamic_quant",),
     "scattered_rows_": ("npu_scatter_nd_update_v2",),
     "selected_attention": ATTENTION,

@@ -27,6 +27,7 @@ Emulated:
 `_C_ascend` `npu_scatter_nd_update_v2`
 `npu`       `npu_quant_lightning_indexer`             int8, PA_BSND keys
 `npu`       `npu_transpose_batchmatmul`               without bias, scale and splitting
+`npu`       `npu_quant_matmul`                        int8, a scale a row, into bfloat16 or float16, without bias
 `npu`       `npu_dynamic_quant`                       per token into int8, without smoothing
 `npu`       `npu_rms_norm`
 `npu`       `npu_scatter_nd_update_`
@@ -34,7 +35,7 @@ Emulated:
 
 Not emulated: `npu_kv_quant_sparse_attn_sharedkv` and its metadata, `kv_compress_epilog`, `indexer_compress_epilog_v2`
 (A5); `npu_lightning_indexer`, `npu_lightning_indexer_quant`, `npu_sparse_flash_attention`,
-`npu_kv_quant_sparse_flash_attention` (V3.2); `npu_quant_matmul`, `npu_rotary_mul`, `npu_scatter_pa_kv_cache`.
+`npu_kv_quant_sparse_flash_attention` (V3.2); `npu_rotary_mul`, `npu_scatter_pa_kv_cache`.
 """
 
 from dsacp_npu.emulator.errors import OperatorError, OutOfRangeError, StaleMetadataError

@@ -36,6 +36,7 @@ OPERATORS: dict[str, dict[str, Pair]] = {
     "npu": {
         "npu_quant_lightning_indexer": (indexer.plain_indexer, indexer.plain_indexer_fake),
         "npu_transpose_batchmatmul": (rows.transpose_batchmatmul, rows.transpose_batchmatmul_fake),
+        "npu_quant_matmul": (rows.quant_matmul, rows.quant_matmul_fake),
         "npu_dynamic_quant": (rows.dynamic_quant, rows.dynamic_quant_fake),
         "npu_rms_norm": (rows.rms_norm, rows.rms_norm_fake),
         "npu_scatter_nd_update_": (rows.scatter, rows.scatter_fake),

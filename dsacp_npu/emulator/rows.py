@@ -1,9 +1,9 @@
-"""The operators that work row by row: partial rotary embedding, norms, int8 coding, scatters, the grouped product."""
+"""The operators that work row by row: partial rotary embedding, norms, int8 coding, scatters, the special products."""
 
 from __future__ import annotations
 
 from dsacp_npu._tensors import torch
-from dsacp_npu.emulator.checks import HALVES, check_one_of, check_tensor
+from dsacp_npu.emulator.checks import HALVES, check_one_of, check_tensor, required
 from dsacp_npu.emulator.errors import out_of_range, refusal
 
 __all__ = [
@@ -11,6 +11,8 @@ __all__ = [
     "dynamic_quant_fake",
     "nothing_fake",
     "partial_rotary",
+    "quant_matmul",
+    "quant_matmul_fake",
     "rms_norm",
     "rms_norm_dynamic_quant",
     "rms_norm_dynamic_quant_fake",
@@ -25,6 +27,8 @@ __all__ = [
 FLOATS = (*HALVES, torch.float32)
 ROTARY_MODES = ("half", "interleave", "quarter", "interleave-half")
 INT8 = 1  # torch's number of the dtype
+PRODUCTS = {5: torch.float16, 15: torch.bfloat16}  # what a coded product may be, by torch's numbers
+WIDEST = 65535  # along the last axis of a factor of a coded product
 Tensor = torch.Tensor
 
 
@@ -234,3 +238,72 @@ def transpose_batchmatmul_fake(
     groups, rows, _width = (input.shape[axis] for axis in first)
     shape = (groups, rows, weight.shape[2])
     return input.new_empty([shape[axis] for axis in last])
+
+
+def quant_matmul(
+    x1: Tensor,
+    x2: Tensor,
+    scale: Tensor,
+    *,
+    offset: Tensor | None = None,
+    pertoken_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    output_dtype: int | None = None,
+    x1_dtype: int | None = None,
+    x2_dtype: int | None = None,
+    pertoken_scale_dtype: int | None = None,
+    scale_dtype: int | None = None,
+    group_sizes: list[int] | None = None,
+    y_scale: Tensor | None = None,
+) -> Tensor:
+    """`npu_quant_matmul` of two int8 matrices, a scale a row: ``x1 @ x2 * scale * pertoken_scale``, rounded once.
+
+    The last axis of a factor is the one that lies last in memory, so the inner one of a transposed x2. Widths of 65536
+    and more are refused on both of its axes: on the device they failed, and a call must not hang on a layout.
+    """
+    operator = "npu_quant_matmul"
+    for name, value in (
+        ("offset", offset),
+        ("bias", bias),
+        ("x1_dtype", x1_dtype),
+        ("x2_dtype", x2_dtype),
+        ("pertoken_scale_dtype", pertoken_scale_dtype),
+        ("scale_dtype", scale_dtype),
+        ("group_sizes", group_sizes),
+        ("y_scale", y_scale),
+    ):
+        check_one_of(operator, name, value, (None,), "not emulated")
+    if output_dtype not in PRODUCTS:
+        kinds = " or ".join(map(str, PRODUCTS.values()))
+        raise refusal(operator, "output_dtype", f"be {kinds}", output_dtype, "None is int8; others are not emulated")
+    check_tensor(operator, "x1", x1, (torch.int8,), ("M", "K"))
+    check_tensor(operator, "x2", x2, (torch.int8,), (x1.shape[1], "N"))
+    check_factors(operator, x1, x2)
+    rows = required(operator, "pertoken_scale", pertoken_scale, "one scale for all rows is not emulated")
+    check_tensor(operator, "pertoken_scale", rows, (torch.float32,), (x1.shape[0],))
+    dtype = PRODUCTS[output_dtype]
+    scales = (torch.float32,) if dtype == torch.float16 else (torch.float32, torch.bfloat16)
+    check_tensor(operator, "scale", scale, scales, ("N or 1",))
+    if scale.shape[0] not in (1, x2.shape[1]):
+        raise refusal(operator, "scale", f"have shape [{x2.shape[1]}] or [1]", list(scale.shape))
+    dots = (x1.double() @ x2.double()).float()  # exact, then rounded as from int32
+    product: Tensor = dots * scale.float() * rows[:, None]
+    return product.to(dtype)
+
+
+def check_factors(operator: str, x1: Tensor, x2: Tensor) -> None:
+    """Refuse what is empty, too wide, or laid out otherwise than in rows or, x2 only, in columns."""
+    for name, factor in (("x1", x1), ("x2", x2)):
+        if 0 in factor.shape:
+            raise refusal(operator, name, "have no empty axis", list(factor.shape), "skip the call")
+        if factor.shape[1] > WIDEST:
+            raise refusal(operator, name, f"have at most {WIDEST} columns", factor.shape[1], "call it in chunks")
+    if not x1.is_contiguous():
+        raise refusal(operator, "x1", "be contiguous", f"strides {x1.stride()}")
+    if not x2.is_contiguous() and not x2.T.is_contiguous():
+        raise refusal(operator, "x2", "be contiguous, or the transpose of what is", f"strides {x2.stride()}")
+
+
+def quant_matmul_fake(*, x1: Tensor, x2: Tensor, output_dtype: int, **_: object) -> Tensor:
+    """Shape and dtype of the product."""
+    return x1.new_empty(x1.shape[0], x2.shape[1], dtype=PRODUCTS[output_dtype])

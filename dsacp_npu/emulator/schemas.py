@@ -74,6 +74,12 @@ SCHEMAS: dict[str, tuple[str, ...]] = {
             "int[]? perm_x1=None, int[]? perm_x2=None, int[]? perm_y=None, int? batch_split_factor=1) -> Tensor"
         ),
         (
+            "npu_quant_matmul(Tensor x1, Tensor x2, Tensor scale, *, Tensor? offset=None, Tensor? pertoken_scale=None, "
+            "Tensor? bias=None, int? output_dtype=None, int? x1_dtype=None, int? x2_dtype=None, "
+            "int? pertoken_scale_dtype=None, int? scale_dtype=None, int[]? group_sizes=None, "
+            "Tensor? y_scale=None) -> Tensor"
+        ),
+        (
             "npu_dynamic_quant(Tensor input, *, Tensor? smooth_scales=None, Tensor? group_index=None, "
             'int? dst_type=None, str quant_mode="pertoken", float dst_type_max=0.0) -> (Tensor, Tensor)'
         ),

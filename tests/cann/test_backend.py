@@ -103,7 +103,8 @@ CALLS: list[tuple[str, tuple[Any, ...]]] = [
     ("apply_rope", (HALF, COS, SIN)),
     ("apply_inverse_rope", (HALF, COS, SIN)),
     ("projected_output", OUTPUT),
-    ("rms_norm_quantized", (HALF, HALF[0, 0], 1e-6)),
+    ("quantized_rows", (HALF[:, 0],)),
+    ("rms_norm_quantized", (HALF[:, 0], HALF[0, 0], 1e-6)),
     ("scattered_rows_", (CACHE, ROWS, SLOTS)),
 ]
 

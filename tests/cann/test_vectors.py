@@ -1,4 +1,4 @@
-"""Row-wise operators give what the reference gives: rotation, output projection, norm with codes, cache writes."""
+"""Row-wise operators give what the reference gives: rotation, projections, int8 rows and products, cache writes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsacp_npu import cann, paging, rope
+from dsacp_npu import quant as mirror_quant
 from dsacp_ref import compressor as ref_compressor
 from dsacp_ref import layer as ref_layer
+from dsacp_ref import quant as ref_quant
 from dsacp_ref import rope as ref_rope
 from dsacp_ref.paging import scattered_rows
 from dsacp_ref.spec import ContractError, UnsupportedError
 from tests.cann.common import WAYS, assert_near, assert_runs_without_values
 from tests.compare import assert_same
+from tests.laws.test_w8a8 import factors, matrices
 from tests.maths_strategies import normal, seeds
 from tests.mirror.common import case, int32, to_numpy, to_torch, untouched
 from tests.strategies import fewer
@@ -93,20 +96,50 @@ def test_projected_output_on_the_emulator(num_tokens: int, groups: int, dtype: s
     assert_near(untouched(cann.projected_output, args, {}), reference, args, {})
 
 
-@given(st.sampled_from([(3, 512), (2, 4, 128), (0, 512), (1, 1024)]), st.sampled_from(["bfloat16", "float16"]), seeds)
+@given(matrices(), st.sampled_from(["bfloat16", "float16"]))
 @fewer(2)
-def test_rms_norm_quantized_on_the_emulator(shape: tuple[int, ...], dtype: str, seed: int) -> None:
-    """A code is off by at most the error of one rounding to the codes, and what the norm's own rounding adds."""
-    rng = np.random.default_rng(seed)
-    args = to_torch((normal(rng, *shape), 1 + normal(rng, shape[-1], scale=0.3)), dtype)
+def test_quantized_rows_on_the_emulator(x: np.ndarray, dtype: str) -> None:
+    """Of the emulator's operator, which rounds as the reference does."""
+    x = to_torch(np.clip(x, -6e4, 6e4), dtype)
+    got = untouched(cann.quantized_rows, (x,), {})
+    assert_same(got, ref_quant.quantized_rows(to_numpy(x, "float32")))
+
+
+@given(matrices(), st.sampled_from(["bfloat16", "float16"]), seeds)
+@fewer(2)
+def test_rms_norm_quantized_on_the_emulator(x: np.ndarray, dtype: str, seed: int) -> None:
+    """A float32 norm is off by d / 2 + 5 roundings, a scale by 2 more; a number by half a step and 127 times as much.
+
+    The reference is in float64, but its scales are float32 as well.
+    """
+    gains = 1 + normal(np.random.default_rng(seed), x.shape[1], scale=0.3)
+    args = to_torch((np.clip(x, -6e4, 6e4), gains), dtype)
     got = untouched(cann.rms_norm_quantized, (*args, 1e-6), {})
+    want = ref_quant.rms_norm_quantized(*to_numpy(args, "float64"), 1e-6)
     assert (got.values.dtype, got.scales.dtype) == (torch.int8, torch.float32)
-    exact = ref_compressor.rms_norm(*to_numpy(args, "float64"), 1e-6)
-    amax = np.abs(exact).max(axis=-1) if exact.size else np.zeros(shape[:-1])
-    ulp = {"bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
-    assert np.allclose(got.scales.numpy(), amax / 127, rtol=2 * ulp, atol=0)
-    back = got.values.double().numpy() * got.scales.double().numpy()[..., None]
-    assert (np.abs(back - exact) <= amax[..., None] * (0.51 / 127 + 2 * ulp)).all()
+    assert (got.values.shape, got.scales.shape) == (x.shape, x.shape[:1])
+    error = (x.shape[1] / 2 + 5 + 2 + 2) * 2.0**-24
+    scales = want.scales.astype(np.float64)
+    assert (np.abs(got.scales.numpy() - scales) <= error * scales).all()
+    steps = ref_compressor.rms_norm(*to_numpy(args, "float64"), 1e-6) / np.where(scales > 0, scales, 1)[:, None]
+    assert (np.abs(got.values.numpy() - steps) <= 0.5 + 127 * 2 * error).all()
+
+
+LAYOUTS = {
+    "rows": torch.clone,
+    "columns": lambda values: values.T.contiguous().T,
+    "with gaps": lambda values: values.repeat_interleave(2, dim=1)[:, ::2],
+}
+
+
+@given(factors(), st.sampled_from(["bfloat16", "float16"]), st.sampled_from(sorted(LAYOUTS)))
+@fewer(2)
+def test_quant_matmul_on_the_emulator(drawn: tuple[Any, ...], dtype: str, layout: str) -> None:
+    """Bit for bit, whichever way the codes lie in memory."""
+    rows, weight = to_torch(drawn)
+    want = torch.tensor(ref_quant.quant_matmul(*drawn, dtype="float32")).to(getattr(torch, dtype))
+    rows, weight = (part._replace(values=LAYOUTS[layout](part.values)) for part in (rows, weight))
+    assert_same(untouched(cann.quant_matmul, (rows, weight), {"dtype": dtype}), want)
 
 
 @st.composite
@@ -146,6 +179,8 @@ def test_scattered_rows_in_place_on_the_emulator(drawn: tuple[np.ndarray, ...], 
 X, COS, SIN = to_torch(turning(np.random.default_rng(0), 3, 4, 512), "float32")
 HALF = X.bfloat16()
 OUTPUT = to_torch(projecting(np.random.default_rng(0), 3, 2), "bfloat16")
+FLAT, GAINS = HALF[:, 0], HALF[0, 0]
+CODES = mirror_quant.quantized_rows(FLAT), mirror_quant.quantized_weight(X[:, 1])
 CACHE, ROWS, SLOTS = torch.zeros(2, 4, 3), torch.ones(3, 3), torch.tensor([5, -1, 0], dtype=torch.int32)
 
 
@@ -156,12 +191,25 @@ CACHE, ROWS, SLOTS = torch.zeros(2, 4, 3), torch.ones(3, 3), torch.tensor([5, -1
         ("apply_rope", (HALF, COS, SIN)),
         ("apply_inverse_rope", (HALF, COS, SIN)),
         ("projected_output", OUTPUT),
-        ("rms_norm_quantized", (HALF, HALF[0, 0], 1e-6)),
+        ("quantized_rows", (FLAT,)),
+        ("quantized_rows", (FLAT[:0],)),
+        ("rms_norm_quantized", (FLAT, GAINS, 1e-6)),
         ("scattered_rows_", (CACHE, ROWS, SLOTS)),
     ],
 )
 def test_it_runs_without_values(function: str, args: tuple[Any, ...], way: str) -> None:
     assert_runs_without_values(way, case(function, *args))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("limit", [3, 2])
+def test_a_product_runs_without_values(way: str, limit: int) -> None:
+    """In one call, and in chunks; without tokens too."""
+    rows, weight = (part._replace(values=part.values[:, :2]) for part in CODES)
+    none = rows._replace(values=rows.values[:0], scales=rows.scales[:0])
+    with mock.patch("dsacp_npu._cann_vectors.MATMUL_WIDTH", limit):
+        for some in (rows, none):
+            assert_runs_without_values(way, case("quant_matmul", some, weight, dtype="bfloat16"))
 
 
 LIMITS = [
@@ -170,7 +218,8 @@ LIMITS = [
     ("apply_rope", "cos must have dtype float32", (HALF, COS.double(), SIN)),
     ("apply_inverse_rope", "rope_head_dim must be 64, got 32", (HALF, COS[:, :16], SIN[:, :16])),
     ("projected_output", "out must have dtype bfloat16", tuple(part.float() for part in OUTPUT)),
-    ("rms_norm_quantized", "x must have dtype bfloat16", (X, X[0, 0], 1e-6)),
+    ("quantized_rows", "x must have dtype bfloat16 or float16, got float32", (X[:, 0],)),
+    ("rms_norm_quantized", "x must have dtype bfloat16", (X[:, 0], X[0, 0], 1e-6)),
     ("scattered_rows_", "cache must be contiguous within a block", (CACHE.mT.contiguous().mT, ROWS, SLOTS)),
 ]
 
@@ -198,6 +247,49 @@ def test_a_broken_table_has_the_words_of_the_mirror(function: str, args: tuple[A
     with pytest.raises(ContractError) as mine:
         getattr(cann, function)(*args)
     assert str(mine.value) == str(theirs.value)
+
+
+BROKEN_CODES = [
+    ("quantized_rows", (HALF,), {}),
+    ("quantized_rows", (FLAT[:, :0],), {}),
+    ("quantized_rows", (FLAT / 0,), {}),
+    ("rms_norm_quantized", (HALF, GAINS, 1e-6), {}),
+    ("rms_norm_quantized", (FLAT / 0, GAINS, 1e-6), {}),
+    ("rms_norm_quantized", (FLAT, GAINS[:3], 1e-6), {}),
+    ("rms_norm_quantized", (FLAT, None, 1e-6), {}),
+    ("rms_norm_quantized", (FLAT, GAINS, 0.0), {}),
+    ("quant_matmul", (CODES[0], CODES[0]), {"dtype": "bfloat16"}),
+    ("quant_matmul", (CODES[0]._replace(scales=CODES[0].scales[:1]), CODES[1]), {"dtype": "bfloat16"}),
+    ("quant_matmul", CODES, {"dtype": "int8"}),
+]
+
+
+@pytest.mark.parametrize(("function", "args", "options"), BROKEN_CODES, ids=range(len(BROKEN_CODES)))
+def test_broken_codes_have_the_words_of_the_mirror(
+    function: str, args: tuple[Any, ...], options: dict[str, Any]
+) -> None:
+    with pytest.raises(ContractError) as theirs:
+        getattr(mirror_quant, function)(*args, **options)
+    with pytest.raises(ContractError) as mine:
+        getattr(cann, function)(*args, **options)
+    assert str(mine.value) == str(theirs.value)
+
+
+def test_rows_without_channels_are_refused_unread() -> None:
+    """A shape is known where values are not."""
+    with mock.patch("dsacp_npu._tensors.readable", return_value=False):
+        for function, args in (("quantized_rows", ()), ("rms_norm_quantized", (GAINS[:0], 1e-6))):
+            with pytest.raises(ContractError, match=r"x must have shape \[..., d\] with d >= 1, got \(3, 0\)"):
+                getattr(cann, function)(FLAT[:, :0], *args)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_product_in_wide_floats_is_refused(dtype: str) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        cann.quant_matmul(*CODES, dtype=dtype)
+    assert str(caught.value) == (
+        f"quant_matmul on cann: dtype must be bfloat16 or float16, got {dtype}; use the torch backend for it"
+    )
 
 
 @pytest.mark.parametrize(

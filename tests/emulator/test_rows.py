@@ -12,7 +12,7 @@ from tests.compare import assert_same, assert_within_budget
 from tests.emulator.common import int32, normal, ops
 from tests.oracles import rope
 from tests.oracles.compressor import rms_norm
-from tests.oracles.quant import encode
+from tests.oracles.quant import encode, encode_row, quant_product
 
 GENERATOR = torch.Generator().manual_seed(4)
 FREQUENCIES = rope.frequencies(10000.0, 64)
@@ -147,6 +147,7 @@ def test_int8_codes() -> None:
         values, scale = encode(x[row].float().tolist())
         assert codes[row].tolist() == values
         assert scales[row].half().item() == float(scale)
+        assert scales[row].item() == encode_row(x[row].float().tolist())[1]
 
 
 @pytest.mark.parametrize(
@@ -262,3 +263,88 @@ def test_grouped_product_refusals(pattern: str, changes: dict[str, Any]) -> None
         ops("npu").npu_transpose_batchmatmul(
             **{"input": torch.ones(3, 2, 16), "weight": torch.ones(2, 16, 5), **changes}
         )
+
+
+def coded_product(**changes: Any) -> dict[str, Any]:
+    """Arguments of a legal product of int8 matrices, 3 by 8 and 8 by 5, the second one transposed."""
+    generator = torch.Generator().manual_seed(5)
+    x1, weight = (torch.randint(-128, 128, (rows, 8), generator=generator, dtype=torch.int8) for rows in (3, 5))
+    scales = [torch.rand(rows, generator=generator) for rows in (3, 5)]
+    legal = {"x1": x1, "x2": weight.T, "scale": scales[1], "pertoken_scale": scales[0], "output_dtype": torch.bfloat16}
+    return {**legal, **changes}
+
+
+def multiply(**changes: Any) -> torch.Tensor:
+    return ops("npu").npu_quant_matmul(**coded_product(**changes))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_coded_product(dtype: torch.dtype) -> None:
+    """Number by number; a matrix in rows and one in columns are the same."""
+    case = coded_product()
+    want = torch.empty(3, 5)
+    for t in range(3):
+        for n in range(5):
+            row = case["x1"][t].tolist(), case["pertoken_scale"][t].numpy()
+            want[t, n] = float(quant_product(*row, case["x2"][:, n].tolist(), case["scale"][n].numpy()))
+    assert_same(multiply(output_dtype=dtype), want.to(dtype))
+    assert_same(multiply(output_dtype=dtype, x2=case["x2"].contiguous()), want.to(dtype))
+
+
+def test_coded_product_with_other_scales() -> None:
+    """One scale for all channels; bfloat16 scales where the output is bfloat16."""
+    assert_same(multiply(scale=torch.full((1,), 0.5)), multiply(scale=torch.full((5,), 0.5)))
+    scale = coded_product()["scale"].bfloat16()
+    assert_same(multiply(scale=scale), multiply(scale=scale.float()))
+
+
+@pytest.mark.parametrize("width", [1, 65535])
+def test_coded_product_of_the_widest_factors(width: int) -> None:
+    """Extreme codes: the sum is of 31 bits, and exact before it is rounded."""
+    ones = torch.full((1, width), -128, dtype=torch.int8)
+    got = multiply(x1=ones, x2=ones.T, scale=torch.full((1,), 2.0**-14), pertoken_scale=torch.ones(1))
+    assert got.item() == torch.tensor(float(width)).bfloat16().item()
+    wide = multiply(x1=ones[:, :1], x2=ones, scale=torch.full((width,), 2.0**-14), pertoken_scale=torch.ones(1))
+    assert_same(wide, torch.ones(1, width).bfloat16())
+
+
+BROAD = torch.ones(8, 65536, dtype=torch.int8)
+COLUMNS = torch.ones(65536, 8, dtype=torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "changes"),
+    [
+        (r"x1 must have dtype torch\.int8", {"x1": torch.ones(3, 8)}),
+        (r"x1 must have shape \[M, K\]", {"x1": torch.ones(1, 3, 8, dtype=torch.int8)}),
+        (r"x2 must have dtype torch\.int8", {"x2": torch.ones(8, 5).int()}),
+        (r"x2 must have shape \[8, N\]", {"x2": torch.ones(5, 8, dtype=torch.int8)}),
+        ("x1 must have no empty axis.*skip the call", {"x1": torch.ones(0, 8, dtype=torch.int8)}),
+        ("x2 must have no empty axis.*skip the call", {"x2": torch.ones(8, 0, dtype=torch.int8)}),
+        ("x2 must have at most 65535 columns, got 65536; call it in chunks", {"x2": BROAD}),
+        ("x2 must have at most 65535 columns, got 65536; call it in chunks", {"x2": COLUMNS.T}),
+        ("x1 must have at most 65535 columns, got 65536", {"x1": BROAD, "x2": COLUMNS}),
+        ("x1 must be contiguous", {"x1": torch.ones(8, 3, dtype=torch.int8).T}),
+        ("x2 must be contiguous, or the transpose", {"x2": torch.ones(8, 10, dtype=torch.int8)[:, ::2]}),
+        (r"scale must have dtype torch\.float32 or torch\.bfloat16", {"scale": torch.ones(5).half()}),
+        (r"scale must have dtype torch\.float32,", {"scale": torch.ones(5).bfloat16(), "output_dtype": torch.float16}),
+        (r"scale must have shape \[N or 1\]", {"scale": torch.ones(5, 1)}),
+        (r"scale must have shape \[5\] or \[1\], got \[3\]", {"scale": torch.ones(3)}),
+        ("pertoken_scale must be given, got None; one scale for all rows", {"pertoken_scale": None}),
+        (r"pertoken_scale must have dtype torch\.float32", {"pertoken_scale": torch.ones(3).bfloat16()}),
+        (r"pertoken_scale must have shape \[3\]", {"pertoken_scale": torch.ones(5)}),
+        ("output_dtype must be .*got None; None is int8", {"output_dtype": None}),
+        ("output_dtype must be torch.float16 or torch.bfloat16", {"output_dtype": torch.float32}),
+        ("offset must be one of None.*not emulated", {"offset": torch.ones(5)}),
+        ("bias must be one of None.*not emulated", {"bias": torch.ones(5).int()}),
+        ("x1_dtype must be one of None", {"x1_dtype": 1}),
+        ("x2_dtype must be one of None", {"x2_dtype": 1}),
+        ("pertoken_scale_dtype must be one of None", {"pertoken_scale_dtype": 6}),
+        ("scale_dtype must be one of None", {"scale_dtype": 6}),
+        ("group_sizes must be one of None", {"group_sizes": [1, 1, 32]}),
+        ("y_scale must be one of None", {"y_scale": torch.ones(5)}),
+    ],
+)
+def test_coded_product_refusals(pattern: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(OperatorError, match=f"npu_quant_matmul: .*{pattern}"):
+        multiply(**changes)

@@ -32,7 +32,7 @@ def calls() -> dict[str, Call]:
     plain = {name: value for name, value in indexer_case([2], [9], ratio=1).items() if name != "cmp_ratio"}
     half, table, ones = torch.ones(3, 8).half(), torch.ones(8, 64), torch.ones(8).half()
     lengths = {"layout_query": "TND", "layout_key": "PA_BSND", "actual_seq_lengths_query": int32(2)}
-    q = attention.pop("q")
+    q, codes = attention.pop("q"), torch.ones(3, 8, dtype=torch.int8)
     native = {
         "npu_sparse_attn_sharedkv": ((q,), {**attention, "metadata": attention_metadata({**attention, "q": q})}),
         "npu_sparse_attn_sharedkv_metadata": (
@@ -56,6 +56,10 @@ def calls() -> dict[str, Call]:
     npu = {
         "npu_quant_lightning_indexer": ((), {**plain, "query_quant_mode": 0, "key_quant_mode": 0}),
         "npu_transpose_batchmatmul": ((torch.ones(3, 2, 4), torch.ones(2, 4, 5)), {}),
+        "npu_quant_matmul": (
+            (codes, codes.T, torch.ones(3)),
+            {"pertoken_scale": torch.ones(3), "output_dtype": torch.bfloat16},
+        ),
         "npu_dynamic_quant": ((half,), {}),
         "npu_rms_norm": ((half, ones), {}),
         "npu_scatter_nd_update_": ((torch.zeros(4, 8).half(), torch.tensor([[1], [-1], [0]]), half), {}),
@@ -71,7 +75,7 @@ NAMES = (
     "npu_sparse_attn_sharedkv npu_sparse_attn_sharedkv_metadata npu_vllm_quant_lightning_indexer "
     "npu_vllm_quant_lightning_indexer_metadata compressor compressor_metadata inplace_partial_rotary_mul "
     "npu_rms_norm_dynamic_quant npu_scatter_nd_update_v2 npu_quant_lightning_indexer npu_transpose_batchmatmul "
-    "npu_dynamic_quant npu_rms_norm npu_scatter_nd_update_"
+    "npu_quant_matmul npu_dynamic_quant npu_rms_norm npu_scatter_nd_update_"
 ).split()
 
 

@@ -43,6 +43,7 @@ SCALE = {"window_size": 2, "softmax_scale": 1.0}
 YARN = {"factor": 16, "beta_fast": 32, "beta_slow": 1, "original_max_position": 65536}
 CODES = quant.QuantizedVectors(read_only(np.ones((3, 4), np.int8)), halves(3))
 Q_CODES = quant.QuantizedVectors(read_only(np.ones((2, 2, 4), np.int8)), halves(2, 2))
+ROW_CODES = quant.QuantizedRows(read_only(np.ones((2, 4), np.int8)), normal(RNG, 2, dtype=np.float32))
 STEP = {"query_start_loc": LOC, "num_computed_tokens": STARTS}
 
 LEGAL: dict[Callable[..., Any], dict[str, Any]] = {
@@ -63,6 +64,10 @@ LEGAL: dict[Callable[..., Any], dict[str, Any]] = {
     quant.quantized_int8: {"x": floats(2, 3)},
     quant.dequantized_int8: {"coded": CODES},
     quant.int8_index_scores: {"index_q": Q_CODES, "index_weights": halves(2, 2), "index_keys": CODES},
+    quant.quantized_rows: {"x": floats(2, 3)},
+    quant.quantized_weight: {"weight": floats(2, 3)},
+    quant.rms_norm_quantized: {"x": floats(2, 3), "weight": floats(3), "eps": 1e-6},
+    quant.quant_matmul: {"rows": ROW_CODES, "weight": quant.QuantizedWeight(*ROW_CODES), "dtype": "float32"},
     compressor.rms_norm: {"x": floats(2, 3), "weight": floats(3), "eps": 1e-6},
     compressor.empty_state: {"weights": WEIGHTS, "num_reqs": 2, "num_rows": 4},
     compressor.projected_rows: {"x": floats(2, 3), "positions": int32([0, -1]), "weights": WEIGHTS},

@@ -461,6 +461,7 @@ def test_int8_codec_by_hand() -> None:
     assert quant.encode([127.0, -1.0, 0.5, 1.5, 2.5, -2.5]) == ([127, -1, 0, 2, 2, -2], np.float16(1.0))
     assert quant.encode([-254.0, 3.0, 0.0]) == ([-127, 2, 0], np.float16(2.0))  # 1.5 rounds to the even 2
     assert quant.encode([0.0, -0.0]) == ([0, 0], np.float16(0.0))
+    assert quant.encode_row([-254.0, 3.0, 0.0]) == ([-127, 2, 0], np.float32(2.0))
     values, scale = quant.encode([1.0, 0.3])
     assert (values, scale) == ([127, 38], np.float16(1 / 127))
     assert quant.decode([127, -2], np.float16(0.5)) == [63.5, -1.0]
@@ -477,6 +478,15 @@ def test_int8_score_by_hand() -> None:
     step = np.float16(1.0009765625)
     assert quant.int8_score([[64, 0]], [step], [16, 0], one, [step]) == np.float32(1.001953125)
     assert quant.int8_score([[127, 127]], [one], [127, 127], one, [-one]) == np.float32(-np.float16(32258 / 1024))
+
+
+def test_a_coded_product_rounds_its_sum_and_then_each_scale() -> None:
+    half, third = np.float32(0.5), np.float32(1 / 3)
+    assert quant.quant_product([2, -1], half, [3, 4], np.float32(1.0)) == 1.0  # (6 - 4) / 2
+    # An odd sum beyond 2**24 is no float32: it goes to the neighbour whose half is even.
+    assert 1041 * 127 * 127 == 16_790_289 > 2**24
+    assert quant.quant_product([127] * 1041, half, [127] * 1041, np.float32(2.0)) == 16_790_288.0
+    assert quant.quant_product([1], third, [3], np.float32(1.0)) == np.float32(1.0)
 
 
 def test_only_the_table_defines_order() -> None:

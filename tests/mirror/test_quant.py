@@ -15,6 +15,7 @@ from dsacp_ref import quant as ref
 from dsacp_ref.spec import UnsupportedError
 from tests.compare import assert_same, assert_within_budget
 from tests.laws.test_quant import oracle_scores
+from tests.laws.test_w8a8 import factors, matrices
 from tests.maths_strategies import normal, seeds
 from tests.mirror.common import (
     TORCH_DTYPES,
@@ -91,6 +92,38 @@ def test_int8_index_scores_mirrors(scoring, on_a_device) -> None:
     assert_same(dsacp_npu.quant.int8_index_scores(*to_torch(tuple(one))), ref.int8_index_scores(*one))
 
 
+@given(matrices(), st.booleans())
+def test_quantized_rows_mirrors(x, on_a_device) -> None:
+    with unreadable(on_a_device):
+        assert_mirrors("quant", "quantized_rows", x)
+
+
+@given(matrices(), st.booleans())
+def test_quantized_weight_mirrors(weight, on_a_device) -> None:
+    with unreadable(on_a_device):
+        assert_mirrors("quant", "quantized_weight", weight)
+
+
+@given(matrices(), seeds, st.booleans())
+def test_rms_norm_quantized_mirrors(x, seed, on_a_device) -> None:
+    """In float64, where two norms may differ in the order of their sums: a scale by a rounding, a code at a half."""
+    x, weight = x.astype(np.float64), normal(np.random.default_rng(seed), x.shape[1])
+    want = ref.rms_norm_quantized(x, weight, 1e-6)
+    with unreadable(on_a_device):
+        got = to_numpy(dsacp_npu.quant.rms_norm_quantized(*to_torch((x, weight)), 1e-6), "float32")
+    assert (got.values.dtype, got.values.shape) == (np.int8, x.shape)
+    assert (np.abs(got.scales - want.scales) <= 2 * np.spacing(want.scales)).all()
+    scales = np.where(want.scales > 0, want.scales, 1).astype(np.float64)[:, None]
+    steps = x / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + 1e-6) * weight / scales
+    assert (np.abs(got.values - steps) <= 0.5 + 127 * 6 * 2.0**-24).all()
+
+
+@given(factors(), st.sampled_from(["float32", "float64"]), st.booleans())
+def test_quant_matmul_mirrors(drawn, dtype, on_a_device) -> None:
+    with unreadable(on_a_device):
+        assert_mirrors("quant", "quant_matmul", *drawn, dtype=dtype)
+
+
 def test_scores_at_the_models_own_sizes_are_within_budget() -> None:
     rng = np.random.default_rng(0)
     q, keys = (ref.quantized_int8(normal(rng, *shape)) for shape in ((3, 64, 128), (40, 128)))
@@ -146,6 +179,7 @@ def test_scoring_in_parts_changes_nothing(monkeypatch) -> None:
 X = np.array([[0.5, -1, 0.25], [0, 0, 0]])
 CODES, WEIGHTS = ref.quantized_int8(X), np.ones((1, 2), np.float16)
 Q_CODES = ref.quantized_int8(X[None])
+ROWS, CODED = ref.quantized_rows(X), ref.quantized_weight(X[:1])
 
 STATIC = [
     case("quantized_int8", X),
@@ -153,6 +187,13 @@ STATIC = [
     case("dequantized_int8", CODES),
     case("int8_index_scores", Q_CODES, WEIGHTS, CODES),
     case("int8_index_scores", ref.quantized_int8(X[:0, None]), WEIGHTS[:0, :1], CODES),
+    case("quantized_rows", X),
+    case("quantized_rows", X[:0]),
+    case("quantized_weight", X),
+    case("rms_norm_quantized", X, X[0], 1e-6),
+    case("quant_matmul", ROWS, CODED, dtype="float32"),
+    case("quant_matmul", ref.quantized_rows(X[:0]), CODED, dtype="float64"),
+    case("quant_matmul", ROWS, ref.quantized_weight(X[:0]), dtype="float32"),
 ]
 REFUSED = [
     case("quantized_int8", X[:, :0]),
