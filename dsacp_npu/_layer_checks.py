@@ -76,22 +76,31 @@ def check_step(x: Float, batch: LayerBatch, cache: LayerCache, weights: LayerWei
     """Refuse a step whose rows, tables, caches and state slots do not belong together."""
     check_record("batch", batch, LayerBatch)
     check_batch(batch.query_start_loc, batch.seq_lens)
-    num_reqs = len(batch.seq_lens)
     check_floats("x", x, ("num_tokens", config.hidden_size), "the block input after its norm")
-    check_tensor("batch.swa_block_table", batch.swa_block_table, ("int32",), (num_reqs, "max_blocks"))
-    check_tensor("batch.cmp_block_table", batch.cmp_block_table, ("int32",), (num_reqs, "max_cmp_blocks"))
-    check_tensor("batch.state_indices", batch.state_indices, ("int32",), (num_reqs,), "one slot a request")
-    num_slots = check_cache(cache, x, weights, config)
-    indices = batch.state_indices
-    if values_known(indices) and (
-        len(indices.unique()) != num_reqs or (indices < 0).any() or (indices >= num_slots).any()
-    ):
-        raise contract_error(
-            "batch.state_indices", f"be distinct and in [0, {num_slots})", indices.tolist(), "one slot a request"
-        )
+    check_batch_tables(batch)
+    check_batch_slots(batch, check_cache(cache, x, weights, config))
     if values_known(batch.query_start_loc) and len(x) < batch.query_start_loc[-1]:
         raise contract_error(
             "x", f"have at least {int(batch.query_start_loc[-1])} rows", len(x), "query_start_loc counts global rows"
+        )
+
+
+def check_batch_tables(batch: LayerBatch) -> None:
+    """Refuse tables and state slots that are not one a request."""
+    num_reqs = len(batch.seq_lens)
+    check_tensor("batch.swa_block_table", batch.swa_block_table, ("int32",), (num_reqs, "max_blocks"))
+    check_tensor("batch.cmp_block_table", batch.cmp_block_table, ("int32",), (num_reqs, "max_cmp_blocks"))
+    check_tensor("batch.state_indices", batch.state_indices, ("int32",), (num_reqs,), "one slot a request")
+
+
+def check_batch_slots(batch: LayerBatch, num_slots: int) -> None:
+    """Refuse state slots that are shared, or that the cache does not have."""
+    indices = batch.state_indices
+    if values_known(indices) and (
+        len(indices.unique()) != len(indices) or (indices < 0).any() or (indices >= num_slots).any()
+    ):
+        raise contract_error(
+            "batch.state_indices", f"be distinct and in [0, {num_slots})", indices.tolist(), "one slot a request"
         )
 
 
@@ -162,7 +171,7 @@ def check_reads(
     batch: LayerBatch,
     cache: LayerCache,
     given_topk: Int32 | None,
-    weights: LayerWeights,
+    compress_ratio: int,
     config: AttentionConfig,
 ) -> None:
     """Refuse tables and selections that attention could not read: in place, it would find out after the writes."""
@@ -172,12 +181,12 @@ def check_reads(
     real = (batch.seq_lens > 0) & (lengths > 0)
     first = (batch.seq_lens - lengths - (config.window_size - 1)).clamp(min=0)
     check_range(first, batch.seq_lens, real, batch.swa_block_table, cache.swa_cache)
-    if weights.compressor is None:
+    if compress_ratio == 1:
         return
-    ratio = len(weights.compressor.ape)
-    check_range(torch.zeros_like(first), batch.seq_lens // ratio, real, batch.cmp_block_table, cache.cmp_cache)
+    entries = batch.seq_lens // compress_ratio
+    check_range(torch.zeros_like(first), entries, real, batch.cmp_block_table, cache.cmp_cache)
     if given_topk is not None and values_known(given_topk):
-        check_topk(given_topk[: len(positions)], visible_entries(positions, ratio))
+        check_topk(given_topk[: len(positions)], visible_entries(positions, compress_ratio))
 
 
 def check_range(starts: Int32, ends: Int32, real: torch.Tensor, block_table: Int32, cache: Float) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from dsacp_npu import attention, compressor, indexer, rope
+from dsacp_npu import attention, compressor, indexer, quant, rope
 from dsacp_npu._geometry import Geometry, Kind, Queries, num_computed_tokens, with_tensors
 from dsacp_npu._layer_records import KeyRows, LayerBatch, LayerCache, LayerWeights
-from dsacp_npu._tensors import Float, Int32, check_floats, torch
+from dsacp_npu._tensors import Float, Int32, check_floats, dtype_name, torch
 from dsacp_npu.compressor import CompressorState, CompressorWeights, EntryPlan, ProjectedRows, rms_norm
 from dsacp_npu.indexer import index_head_weights, parts_of, stored_keys
 from dsacp_npu.paging import check_writes, scattered_rows_
+from dsacp_npu.quant import QuantizedRows, QuantizedWeight
 from dsacp_ref.spec import contract_error
 
 
@@ -30,6 +31,9 @@ class Torch:
     all_entries_attention = staticmethod(attention.all_entries_attention)
     selected_attention = staticmethod(attention.selected_attention)
     scattered_rows_ = staticmethod(scattered_rows_)
+    quantized_rows = staticmethod(quant.quantized_rows)
+    rms_norm_quantized = staticmethod(quant.rms_norm_quantized)
+    quant_matmul = staticmethod(quant.quant_matmul)
 
     @staticmethod
     def projected_output(out: Float, wo_a: Float, wo_b: Float) -> Float:
@@ -45,9 +49,7 @@ class Torch:
                 "cut wo_a and wo_b to the groups of these heads",
             )
         check_floats("wo_b", wo_b, ("hidden", groups * lora), "o_groups * o_lora_rank columns")
-        grouped = out.reshape(len(out), groups, width).transpose(0, 1)
-        low = (grouped @ wo_a.transpose(1, 2).to(out.dtype)).transpose(0, 1).reshape(len(out), groups * lora)
-        return low @ wo_b.T.to(out.dtype)
+        return low_rank_rows(out, wo_a) @ wo_b.T.to(out.dtype)
 
 
 class Call(NamedTuple):
@@ -61,6 +63,18 @@ class Call(NamedTuple):
 
     kind: Kind
     weights: LayerWeights
+
+
+class Coded(NamedTuple):
+    """Rows in int8, coded once for all projections that share them.
+
+    Fields:
+        rows: QuantizedRows.
+        dtype: str, of the rows that were coded; products come out in it.
+    """
+
+    rows: QuantizedRows
+    dtype: str
 
 
 class KeySide(NamedTuple):
@@ -79,31 +93,83 @@ class KeySide(NamedTuple):
     index_state: CompressorState | None = None
 
 
+# --- projections ---
+
+
+def low_rank_rows(out: Float, wo_a: Float) -> Float:
+    """Every group's heads projected, the groups side by side."""
+    groups, lora, width = wo_a.shape
+    grouped = out.reshape(len(out), groups, width).transpose(0, 1)
+    return (grouped @ wo_a.transpose(1, 2).to(out.dtype)).transpose(0, 1).reshape(len(out), groups * lora)
+
+
+def projection_source(x: Float, call: Call) -> Float | Coded:
+    """What wq_a and wkv project of these rows: the rows, or their codes where the weights are int8."""
+    if not isinstance(call.weights.wkv, QuantizedWeight):
+        return x
+    return Coded(call.kind.ops.quantized_rows(x), dtype_name(x))
+
+
+def taken(source: Float | Coded, indices: torch.Tensor) -> Float | Coded:
+    """Some of the rows."""
+    if isinstance(source, Coded):
+        return Coded(QuantizedRows(*(part[indices] for part in source.rows)), source.dtype)
+    return source[indices]
+
+
+def product(source: Float | Coded, weight: Float | QuantizedWeight, call: Call) -> Float:
+    """The rows times the weight, transposed."""
+    if isinstance(weight, QuantizedWeight):
+        assert isinstance(source, Coded)  # a layer's weights are int8 all together
+        return call.kind.ops.quant_matmul(source.rows, weight, dtype=source.dtype)
+    return source @ weight.T.to(source.dtype)
+
+
+def output_rows(out: Float, wo_a: Float, wo_b: Float | QuantizedWeight, call: Call) -> Float:
+    """The output that these groups make of their heads' attention."""
+    ops = call.kind.ops
+    if isinstance(wo_b, QuantizedWeight):
+        return ops.quant_matmul(ops.quantized_rows(low_rank_rows(out, wo_a)), wo_b, dtype=dtype_name(out))
+    return ops.projected_output(out, wo_a, wo_b)
+
+
 # --- the query side ---
 
 
-def query_latent(x: Float, call: Call) -> Float:
+def query_latent(source: Float | Coded, call: Call) -> Float | Coded:
     """The query latent after its norm: it feeds the heads and the indexer."""
-    return rms_norm(x @ call.weights.wq_a.T.to(x.dtype), call.weights.q_norm, call.kind.config.rms_norm_eps)
+    weights, eps, ops = call.weights, call.kind.config.rms_norm_eps, call.kind.ops
+    qr = product(source, weights.wq_a, call)
+    if isinstance(source, Coded):
+        return Coded(ops.rms_norm_quantized(qr, weights.q_norm, eps), source.dtype)
+    return rms_norm(qr, weights.q_norm, eps)
 
 
-def head_queries(qr: Float, table: tuple[Float, Float], call: Call) -> Float:
+def head_queries(qr: Float | Coded, table: tuple[Float, Float], call: Call) -> Float:
     """The queries of as many heads as the weights have, each normed over its channels, then turned."""
-    wq_b, head_dim = call.weights.wq_b, call.kind.config.head_dim
-    heads = (qr @ wq_b.T.to(qr.dtype)).reshape(len(qr), len(wq_b) // head_dim, head_dim)
+    flat, head_dim = product(qr, call.weights.wq_b, call), call.kind.config.head_dim
+    heads = flat.reshape(len(flat), flat.shape[1] // head_dim, head_dim)
     return call.kind.ops.apply_rope(rms_norm(heads, None, call.kind.config.rms_norm_eps), *table)
 
 
-def chosen_entries(x: Float, qr: Float, queries: Queries, cache: LayerCache, call: Call) -> Int32:
+def index_queries(qr: Float | Coded, table: tuple[Float, Float], wq_b: Float | QuantizedWeight, call: Call) -> Float:
+    """The queries of the index heads, turned and rotated."""
+    d, ops = call.kind.config.index_head_dim, call.kind.ops
+    if not isinstance(wq_b, QuantizedWeight):
+        return ops.index_queries(qr, wq_b, *table, index_head_dim=d)
+    flat = product(qr, wq_b, call)
+    return indexer.hadamard(ops.apply_rope(flat.reshape(len(flat), flat.shape[1] // d, d), *table))
+
+
+def chosen_entries(x: Float, qr: Float | Coded, queries: Queries, cache: LayerCache, call: Call) -> Int32:
     """What the indexer chooses for some rows; 0 wide in a layer without one."""
     config, ops, extents = call.kind.config, call.kind.ops, queries.extents
     weights = call.weights.indexer
     if weights is None:
         return extents.cu_seqlens_q.new_zeros(len(x), 0)
-    d = config.index_head_dim
     return ops.lightning_indexer(
-        ops.index_queries(qr, weights.wq_b, *queries.table, index_head_dim=d),
-        index_head_weights(x, weights.weights_proj, index_head_dim=d),
+        index_queries(qr, queries.table, weights.wq_b, call),
+        index_head_weights(x, weights.weights_proj, index_head_dim=config.index_head_dim),
         cache.index_cache,
         queries.cmp_block_table,
         extents.cu_seqlens_q,
@@ -130,10 +196,15 @@ def attended(q: Float, topk_indices: Int32, queries: Queries, cache: LayerCache,
 
 
 def query_side(
-    x: Float, queries: Queries, cache: LayerCache, call: Call, topk_indices: Int32 | None
+    x: Float,
+    source: Float | Coded,
+    queries: Queries,
+    cache: LayerCache,
+    call: Call,
+    topk_indices: Int32 | None,
 ) -> tuple[Float, Int32]:
     """Attention output of some rows, turned back; and the entries it used."""
-    qr = query_latent(x, call)
+    qr = query_latent(source, call)
     if topk_indices is None:
         topk_indices = chosen_entries(x, qr, queries, cache, call)
     q = head_queries(qr, queries.table, call)
@@ -141,21 +212,31 @@ def query_side(
     return call.kind.ops.apply_inverse_rope(out, *queries.table), topk_indices
 
 
-def share_of(weight: Float, rank: int, cp_size: int) -> Float:
+def share_of(weight: Float | QuantizedWeight, rank: int, cp_size: int) -> Float | QuantizedWeight:
     """One rank's share of a weight whose first axis goes by head."""
+    if isinstance(weight, QuantizedWeight):
+        return QuantizedWeight(*(share_of(part, rank, cp_size) for part in weight))
     size = len(weight) // cp_size
     return weight[rank * size : (rank + 1) * size]
 
 
+def share_of_columns(weight: Float | QuantizedWeight, rank: int, cp_size: int) -> Float | QuantizedWeight:
+    """One rank's share of a weight whose second axis goes by group."""
+    if isinstance(weight, QuantizedWeight):
+        return QuantizedWeight(share_of_columns(weight.values, rank, cp_size), weight.scales)
+    return share_of(weight.T, rank, cp_size).T
+
+
 def with_groups(weights: LayerWeights, rank: int, cp_size: int) -> LayerWeights:
     """The weights with one rank's share of the groups: column-parallel wo_a, row-parallel wo_b."""
-    return weights._replace(wo_a=share_of(weights.wo_a, rank, cp_size), wo_b=share_of(weights.wo_b.T, rank, cp_size).T)
+    return weights._replace(
+        wo_a=share_of(weights.wo_a, rank, cp_size), wo_b=share_of_columns(weights.wo_b, rank, cp_size)
+    )
 
 
 def with_heads(weights: LayerWeights, rank: int, cp_size: int) -> LayerWeights:
-    """The weights with one rank's share of the heads, and of the groups they form."""
-    shared = with_groups(weights, rank, cp_size)
-    return shared._replace(
+    """The weights with one rank's share of the heads."""
+    return weights._replace(
         wq_b=share_of(weights.wq_b, rank, cp_size), attn_sink=share_of(weights.attn_sink, rank, cp_size)
     )
 
@@ -163,18 +244,18 @@ def with_heads(weights: LayerWeights, rank: int, cp_size: int) -> LayerWeights:
 # --- the key side ---
 
 
-def raw_keys(x: Float, table: tuple[Float, Float], call: Call) -> Float:
+def raw_keys(source: Float | Coded, table: tuple[Float, Float], call: Call) -> Float:
     """The raw keys of some rows, normed and turned."""
-    kv = rms_norm(x @ call.weights.wkv.T.to(x.dtype), call.weights.kv_norm, call.kind.config.rms_norm_eps)
+    kv = rms_norm(product(source, call.weights.wkv, call), call.weights.kv_norm, call.kind.config.rms_norm_eps)
     return call.kind.ops.apply_rope(kv, *table)
 
 
-def key_rows(x: Float, geometry: Geometry, call: Call) -> KeyRows:
+def key_rows(x: Float, source: Float | Coded, geometry: Geometry, call: Call) -> KeyRows:
     """The projections of the key side for the rows that this rank projects."""
     nothing = ProjectedRows(x.new_zeros(len(x), 0), x.new_zeros(len(x), 0))
     weights, project, positions = call.weights, call.kind.ops.projected_rows, geometry.projected.positions
     return KeyRows(
-        raw_keys(x, geometry.table, call),
+        raw_keys(source, geometry.table, call),
         project(x, positions, weights.compressor) if weights.compressor else nothing,
         project(x, positions, weights.indexer.compressor) if weights.indexer else nothing,
     )
@@ -185,10 +266,10 @@ def states_of(state: CompressorState, indices: Int32) -> CompressorState:
     return CompressorState(*(part[indices] for part in state))
 
 
-def side_of_hidden(x: Float, geometry: Geometry, cache: LayerCache, call: Call) -> KeySide:
+def side_of_hidden(x: Float, source: Float | Coded, geometry: Geometry, cache: LayerCache, call: Call) -> KeySide:
     """The key side from the hidden rows of every token."""
     weights, batch, entries = call.weights, geometry.batch, geometry.entries
-    side = KeySide(raw_keys(x, geometry.table, call))
+    side = KeySide(raw_keys(source, geometry.table, call))
     if weights.compressor is None or entries is None:
         return side
 
@@ -286,9 +367,10 @@ def one_device(
 ) -> tuple[Float, Int32]:
     """A step of a device that has all rows, written into its cache: the output of the heads and groups that the
     weights have, and the chosen entries."""
-    written_(cache, side_of_hidden(x, geometry, cache, call), geometry, call)
-    out, chosen = query_side(x, geometry.queries, cache, call, given_topk)
-    return call.kind.ops.projected_output(out, call.weights.wo_a, call.weights.wo_b), chosen
+    source = projection_source(x, call)
+    written_(cache, side_of_hidden(x, source, geometry, cache, call), geometry, call)
+    out, chosen = query_side(x, source, geometry.queries, cache, call, given_topk)
+    return output_rows(out, call.weights.wo_a, call.weights.wo_b, call), chosen
 
 
 def copied(cache: LayerCache) -> LayerCache:

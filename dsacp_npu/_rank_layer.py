@@ -28,13 +28,17 @@ from dsacp_npu._geometry import (
 )
 from dsacp_npu._layer_parts import (
     Call,
+    Coded,
     KeySide,
     carried_state,
     key_rows,
+    output_rows,
+    projection_source,
     query_side,
     side_of_hidden,
     side_of_rows,
     step_entries,
+    taken,
     written_,
 )
 from dsacp_npu._layer_records import KeyRows, LayerBatch, LayerCache, LayerOutput, Rows
@@ -42,6 +46,7 @@ from dsacp_npu._tensors import Float, Int32, check_host, torch
 from dsacp_npu.compressor import CompressorState, CompressorWeights, ProjectedRows, emitted_entries
 from dsacp_npu.extents import local_extents
 from dsacp_npu.partition import Partition, counted, inverse_of, partition_tokens, restored_rows, spread_rows
+from dsacp_npu.quant import QuantizedWeight
 from dsacp_npu.rope import rope_table
 from dsacp_npu.visibility import pool_row_starts, window_starts
 
@@ -270,14 +275,21 @@ def entry_partition(partition: Partition, batch: LayerBatch, compress_ratio: int
 
 def rank_program(x: Float, cache: LayerCache, step: RankStep, call: Call, given_topk: Int32 | None) -> Program:
     """One rank's step; writes into its cache. Every check that can be made before is made before."""
-    local, modes = step.local, step.modes
+    local, modes, geometry = step.local, step.modes, step.geometry
     # Pad rows of the caller's hold anything; no exchange gives them to another row, and the end fills them anew.
     own = spread_rows(x, local.tokens) if modes.rows == "full" else x
-    side = yield from key_side(x, own, cache, step, call)
-    cache = written_(cache, side, step.geometry, call)
-    queries = step.geometry.queries
-    chosen = None if given_topk is None else given_topk[queries.rows.tokens]
-    out, chosen = query_side(own[local.real], queries, cache, call, chosen)
+    if modes.key_mode == "replicate":
+        whole = x[: step.plan.num_tokens]
+        source = projection_source(whole, call)
+        side = side_of_hidden(whole, source, geometry, cache, call)
+        asking = taken(source, geometry.queries.rows.tokens)
+    else:
+        source = projection_source(own, call)
+        side = yield from key_side(own, source, cache, step, call)
+        asking = taken(source, local.real)
+    cache = written_(cache, side, geometry, call)
+    chosen = None if given_topk is None else given_topk[geometry.queries.rows.tokens]
+    out, chosen = query_side(own[local.real], asking, geometry.queries, cache, call, chosen)
     output = yield from rank_output(spread_rows(out, local.spread), step, call)
     if modes.rows == "full":
         output = torch.cat([output, output.new_zeros(len(x) - len(output), output.shape[1])])
@@ -285,19 +297,17 @@ def rank_program(x: Float, cache: LayerCache, step: RankStep, call: Call, given_
     return LayerOutput(output, spread_rows(chosen, local.spread).masked_fill(no_choice, -1), cache)
 
 
-def key_side(x: Float, own: Float, cache: LayerCache, step: RankStep, call: Call) -> Program:
-    """What the step puts into this rank's cache."""
+def key_side(own: Float, source: Float | Coded, cache: LayerCache, step: RankStep, call: Call) -> Program:
+    """What the step puts into this rank's cache, when it takes an exchange to know it."""
     key_mode, partition = step.modes.key_mode, step.plan.partition
-    if key_mode == "gather_compressed":
-        return (yield from side_from_own_entries(own, cache, step, call))
-    if key_mode == "gather_kv":
-        keys = key_rows(own, step.geometry, call)
-        gathered = yield Exchanged("gathered_in_order", packed(keys), (partition,))
-        return side_of_rows(unpacked(gathered, keys), step.geometry, cache, call)
-    whole = x[: step.plan.num_tokens]
     if key_mode == "gather_hidden":
         whole = yield Exchanged("gathered_in_order", own, (partition,))
-    return side_of_hidden(whole, step.geometry, cache, call)
+        return side_of_hidden(whole, projection_source(whole, call), step.geometry, cache, call)
+    keys = key_rows(own, source, step.geometry, call)
+    if key_mode == "gather_compressed":
+        return (yield from side_from_own_entries(keys, cache, step, call))
+    gathered = yield Exchanged("gathered_in_order", packed(keys), (partition,))
+    return side_of_rows(unpacked(gathered, keys), step.geometry, cache, call)
 
 
 def packed(keys: KeyRows) -> torch.Tensor:
@@ -317,14 +327,13 @@ def unpacked(rows: torch.Tensor, like: KeyRows) -> KeyRows:
     return KeyRows(parts[0], ProjectedRows(*parts[1:3]), ProjectedRows(*parts[3:5]))
 
 
-def side_from_own_entries(own: Float, cache: LayerCache, step: RankStep, call: Call) -> Program:
+def side_from_own_entries(keys: KeyRows, cache: LayerCache, step: RankStep, call: Call) -> Program:
     """The key side when each rank pools the entries whose last token it owns.
 
     A rank knows its own rows, the rows that its windows and its entries reach back to, and what the next step goes on
     from. Every row that it does not know is NaN, which proves that none is read.
     """
     plan, local, batch, entries = step.plan, step.local, step.geometry.batch, step.geometry.entries
-    keys = key_rows(own, step.geometry, call)
     received = yield Exchanged("requested_rows", packed(keys), (plan.partition, plan.wanted))
 
     def spread(mine: Float, theirs: Float) -> Float:
@@ -370,25 +379,27 @@ def rank_output(out: Float, step: RankStep, call: Call) -> Program:
     plan, modes, wo_a, wo_b = step.plan, step.modes, call.weights.wo_a, call.weights.wo_b
     if modes.output_mode == "all_to_all":
         heads = yield Exchanged("head_shards", out, (plan.rows_per_rank,))
-        partial = call.kind.ops.projected_output(heads, wo_a, wo_b)
+        partial = output_rows(heads, wo_a, wo_b, call)
         if modes.rows == "scattered":
             return (yield Exchanged("reduce_scatter", partial, (plan.rows_per_rank,)))
         return (yield Exchanged("all_reduce", restored_rows(partial, plan.partition)))
     if modes.output_mode == "gather_weight":
         wo_a, wo_b = yield from gathered_weights(wo_a, wo_b, len(plan.rows_per_rank), call.kind)
-    own = call.kind.ops.projected_output(out, wo_a, wo_b)
+    own = output_rows(out, wo_a, wo_b, call)
     if modes.rows == "scattered":
         return own
     return (yield Exchanged("gathered_in_order", own, (plan.partition,)))
 
 
-def gathered_weights(wo_a: Float, wo_b: Float, cp_size: int, kind: Kind) -> Program:
+def gathered_weights(wo_a: Float, wo_b: Float | QuantizedWeight, cp_size: int, kind: Kind) -> Program:
     """The full output weights from every rank's groups; they exist only while they are used."""
     groups = groups_per_rank(kind.config.o_groups, cp_size)
-    columns = wo_b.T.reshape(*wo_a.shape[:2], wo_b.shape[0])
+    part = wo_b.values if isinstance(wo_b, QuantizedWeight) else wo_b
+    columns = part.T.reshape(*wo_a.shape[:2], part.shape[0])
     wo_a = yield Exchanged("all_gather", wo_a, (groups,))
     columns = yield Exchanged("all_gather", columns, (groups,))
-    return wo_a, columns.reshape(-1, wo_b.shape[0]).T
+    whole = columns.reshape(-1, part.shape[0]).T
+    return wo_a, QuantizedWeight(whole, wo_b.scales) if isinstance(wo_b, QuantizedWeight) else whole
 
 
 def groups_per_rank(o_groups: int, cp_size: int) -> list[int]:

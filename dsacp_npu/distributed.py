@@ -419,7 +419,7 @@ def check_heads_step(
     check_weights(weights, config, compress_ratio)
     check_step(x, batch, cache, weights, config)
     positions = rows_of(counted(len(x), batch.seq_lens), batch).positions
-    check_reads(positions, batch, cache, None, weights, config)
+    check_reads(positions, batch, cache, None, compress_ratio, config)
 
 
 def heads_step(

@@ -167,7 +167,8 @@ def attention_layer_(
 ) -> LayerOutput:
     """`attention_layer`, written into the cache, which is returned in the output."""
     check_attention_layer(x, weights, cache, batch, config, compress_ratio, given_topk)
-    check_reads(rows_of(counted(len(x), batch.seq_lens), batch).positions, batch, cache, given_topk, weights, config)
+    positions = rows_of(counted(len(x), batch.seq_lens), batch).positions
+    check_reads(positions, batch, cache, given_topk, compress_ratio, config)
     return whole_step(x, cache, batch, call_of(weights, config, compress_ratio, backend), given_topk)
 
 
@@ -250,7 +251,7 @@ def head_parallel_layer_(
     check_head_parallel_layer(x, weights, caches, batch, config, compress_ratio)
     positions = rows_of(counted(len(x), batch.seq_lens), batch).positions
     for cache in caches:
-        check_reads(positions, batch, cache, None, weights, config)
+        check_reads(positions, batch, cache, None, compress_ratio, config)
     return all_by_heads(x, list(caches), batch, call_of(weights, config, compress_ratio, backend))
 
 
@@ -299,7 +300,8 @@ def by_heads(
     """One rank's step by heads, written into its cache: its summand of the output, and the chosen entries."""
     kind = shared_kind(call.kind, cp_size)
     geometry = whole_geometry(batch, len(x), sizes_of(cache), kind)
-    return one_device(x, geometry, cache, Call(kind, with_heads(call.weights, cp_rank, cp_size)), None)
+    weights = with_groups(with_heads(call.weights, cp_rank, cp_size), cp_rank, cp_size)
+    return one_device(x, geometry, cache, Call(kind, weights), None)
 
 
 def shared_kind(kind: Kind, cp_size: int) -> Kind:
@@ -444,7 +446,7 @@ def planned_step(
     check_given(given_topk, len(first) if modes.rows == "full" else num_tokens, weights, config)
     positions = rows_of(counted(num_tokens, batch.seq_lens), batch).positions
     for _, cache in members.values():
-        check_reads(positions, batch, cache, given_topk, weights, config)
+        check_reads(positions, batch, cache, given_topk, compress_ratio, config)
     call = call_of(weights, config, compress_ratio, backend)
     ring_rows = max(cache.cmp_state.kv.shape[1] for _, cache in members.values())
     return step_plan_over_ranks(batch, partition, modes, call.kind, ring_rows), call
