@@ -25,6 +25,7 @@ MODULES = (
     "attention",
     "exchange",
     "layer",
+    "block",
 )
 
 

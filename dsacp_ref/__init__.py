@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what `__getattr__` finds, for those who only read
     from dsacp_ref.attention import *  # noqa: F403
+    from dsacp_ref.block import *  # noqa: F403
     from dsacp_ref.compressor import *  # noqa: F403
     from dsacp_ref.config import *  # noqa: F403
     from dsacp_ref.exchange import *  # noqa: F403
@@ -40,6 +41,7 @@ _MODULES = (
     "attention",
     "exchange",
     "layer",
+    "block",
 )
 
 

@@ -28,6 +28,7 @@ MODULES = (
     "attention",
     "exchange",
     "layer",
+    "block",
 )
 
 INTRODUCTION = f"""\

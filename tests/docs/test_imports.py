@@ -21,6 +21,7 @@ ARROW = [
     {"paging", "rope", "quant", "compressor", "indexer", "attention"},
     {"exchange"},
     {"layer"},
+    {"block"},
     {"__init__", "__main__"},
 ]
 RANK = {name: place for place, group in enumerate(ARROW) for name in group}

@@ -78,7 +78,12 @@ def test_what_is_called_contract_only_was_run_against_the_emulator() -> None:
     """In a test of its own name, or, for what prepares another call, in the test of that one."""
     files = list((TESTS / "cann").glob("test_*.py"))
     tests, called = named_tests(*files), attributes_in("_on_the_emulator", *files)
-    layers = [name for name in functions_of("layer") if mirror.takes_backend(mirror.module_if_there("layer"), name)]
+    layers = [
+        name
+        for module in ("layer", "block")
+        for name in functions_of(module)
+        if mirror.takes_backend(mirror.module_if_there(module), name)
+    ]
     assert layers
     names = [*functions_of("cann"), *layers]
     own = {name: f"test_{name}in_place_" if name.endswith("_") else f"test_{name}_" for name in names}

@@ -27,7 +27,7 @@ TORCH_DTYPES = {
 }
 LOW_PRECISION = ("float32", "bfloat16", "float16")
 # Where records are looked for, in the order of the imports.
-MODULES = ("partition", "extents", "rope", "quant", "compressor", "indexer", "attention", "layer")
+MODULES = ("partition", "extents", "rope", "quant", "compressor", "indexer", "attention", "layer", "block")
 WAYS = ("fake", "fake on another device", "meta", "compiled")
 
 
