@@ -79,20 +79,38 @@ class Modes(NamedTuple):
     num_input_tokens: int | None
 
 
+class Halo(NamedTuple):
+    """Rows that ranks need of one another, and who has them.
+
+    Fields:
+        wanted: int32[count] per rank, the tokens that it needs of others.
+        rows: int64[count] per rank, its local rows that anyone needs.
+        partition: Partition of these rows, end to end.
+        places: int32[count] per rank, its wanted tokens as numbers of that partition.
+    """
+
+    wanted: list[Int32]
+    rows: list[torch.Tensor]
+    partition: Partition
+    places: list[Int32]
+
+
 class StepPlan(NamedTuple):
     """What follows from the lengths of a step for all layers of a ratio, the same on every rank; on the host.
 
     Fields:
         partition: Partition of the tokens.
         batch: LayerBatch, its lengths on the host.
-        wanted: int32[count] per rank, tokens of others whose key side it needs; empty unless entries are gathered.
+        keys, pooled: Halo of the raw keys that windows reach back to, and of the rows that entries do; None unless
+            entries are gathered.
         owned: Partition of the step's entries; None unless entries are gathered.
     """
 
     partition: Partition
     batch: LayerBatch
-    wanted: list[Int32]
-    owned: Partition | None
+    keys: Halo | None = None
+    pooled: Halo | None = None
+    owned: Partition | None = None
 
     @property
     def rows_per_rank(self) -> list[int]:
@@ -112,13 +130,24 @@ class LocalRows(NamedTuple):
         tokens: int32[local rows], global tokens, -1 in pad rows.
         real: int64[real rows], the local rows that are none.
         spread: int32[local rows], the place of each row among the real ones, -1 in pad rows.
-        known: int32[known rows], tokens whose key side the rank knows after the exchange: its own, and those it wants.
+        padded: bool, whether there are pad rows; without any, all rows are taken as they lie.
+        pooled: int32[known rows], tokens whose projections the rank knows after the exchange: its own, and those it
+            wants.
     """
 
     tokens: Int32
     real: torch.Tensor
     spread: Int32
-    known: Int32
+    padded: bool
+    pooled: Int32
+
+    def real_rows(self, rows: Float | Coded) -> Float | Coded:
+        """The rows without pad rows."""
+        return taken(rows, self.real) if self.padded else rows
+
+    def with_pads(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows that are real, and zero in pad rows."""
+        return spread_rows(rows, self.spread) if self.padded else rows
 
 
 class RankStep(NamedTuple):
@@ -175,10 +204,13 @@ def run_alone(program: Program, answered: Callable[[Exchanged], Any]) -> Any:
 def step_plan_over_ranks(batch: LayerBatch, partition: Partition, modes: Modes, kind: Kind, ring_rows: int) -> StepPlan:
     """The plan of a step that has been found legal. ``ring_rows``: of the compressor's state, most of any rank."""
     if modes.key_mode != "gather_compressed":
-        return StepPlan(partition, batch, [], None)
-    wanted = [halo_tokens(rows_of(tokens, batch), batch, kind, ring_rows) for tokens in partition.token_indices]
-    owned = entry_partition(partition, batch, kind.ratio) if kind.ratio > 1 else None
-    return StepPlan(partition, batch, wanted, owned)
+        return StepPlan(partition, batch)
+    places = [rows_of(tokens, batch) for tokens in partition.token_indices]
+    keys = halo_of([window_tokens(place, batch, kind, ring_rows) for place in places], partition)
+    if kind.ratio == 1:
+        return StepPlan(partition, batch, keys)
+    pooled = halo_of([pooled_tokens(place, batch, kind, ring_rows) for place in places], partition)
+    return StepPlan(partition, batch, keys, pooled, entry_partition(partition, batch, kind.ratio))
 
 
 def rank_step(plan: StepPlan, modes: Modes, cp_rank: int, sizes: Sizes, kind: Kind, device: torch.device) -> RankStep:
@@ -188,12 +220,14 @@ def rank_step(plan: StepPlan, modes: Modes, cp_rank: int, sizes: Sizes, kind: Ki
     real_rows = real.nonzero()[:, 0]
     spread = (real.cumsum(0) - 1).masked_fill(~real, -1).int()
     everything = rows_of(counted(plan.num_tokens, tokens), plan.batch)
-    own, known = rows_of(tokens, plan.batch), everything
-    if modes.key_mode == "gather_compressed":
-        known = rows_of(torch.cat([tokens[real_rows], plan.wanted[cp_rank]]), plan.batch)
+    own, known, pooled = rows_of(tokens, plan.batch), everything, tokens[:0]
+    if plan.keys is not None:
+        known = rows_of(torch.cat([tokens[real_rows], plan.keys.wanted[cp_rank]]), plan.batch)
+    if plan.pooled is not None:
+        pooled = torch.cat([tokens[real_rows], plan.pooled.wanted[cp_rank]])
     local, batch, own, known, everything, extents, entries = moved(
         (
-            LocalRows(tokens, real_rows, spread, known.tokens),
+            LocalRows(tokens, real_rows, spread, len(real_rows) < len(tokens), pooled),
             plan.batch,
             own,
             known,
@@ -225,38 +259,67 @@ def planned_partition(batch: LayerBatch, cp_size: int, modes: Modes) -> Partitio
     return partition_tokens(batch.query_start_loc, cp_size, split=modes.split, num_input_tokens=modes.num_input_tokens)
 
 
-def halo_tokens(place: Rows, batch: LayerBatch, kind: Kind, ring_rows: int) -> Int32:
-    """The new tokens of other ranks whose key side one rank needs.
+def window_tokens(place: Rows, batch: LayerBatch, kind: Kind, ring_rows: int) -> Int32:
+    """The new tokens of other ranks whose raw keys one rank needs.
 
     ::
 
-        window of each own query | rows of each entry whose last token is own | the last rows of every request
+        window of each own query | the last window of every request, and as far as a rollback may go before it
     """
-    window_size = kind.config.window_size
-    first_token = batch.query_start_loc[:-1]
     own = place.positions >= 0
-    tokens, positions, requests = place.tokens[own], place.positions[own], place.requests[own]
-    window = tokens - (positions - window_starts(positions, window_size))
-    closing, pooled, pooled_rows = torch.zeros_like(positions, dtype=torch.bool), tokens[:0], 0
-    if kind.ratio > 1:
-        pooled_rows = (2 if kind.overlap else 1) * kind.ratio
-        closing = (positions + 1) % kind.ratio == 0
-        reach = pool_row_starts(positions[closing], kind.ratio, overlap=kind.overlap)
-        pooled = tokens[closing] - (positions[closing] - reach)
+    tokens, positions = place.tokens[own], place.positions[own]
+    window_size = kind.config.window_size
+    starts = tokens - (positions - window_starts(positions, window_size))
+    spare_rows = ring_rows - ((2 if kind.overlap else 1) * kind.ratio if kind.ratio > 1 else 0)
+    return needed_tokens(starts, tokens, place.requests[own], window_size - 1 + spare_rows, place, batch)
+
+
+def pooled_tokens(place: Rows, batch: LayerBatch, kind: Kind, ring_rows: int) -> Int32:
+    """The new tokens of other ranks whose projections one rank needs.
+
+    ::
+
+        rows of each entry whose last token is own | the last rows of every request, which the next step pools
+    """
+    closing = (place.positions >= 0) & ((place.positions + 1) % kind.ratio == 0)
+    tokens, positions = place.tokens[closing], place.positions[closing]
+    starts = tokens - (positions - pool_row_starts(positions, kind.ratio, overlap=kind.overlap))
+    return needed_tokens(starts, tokens, place.requests[closing], ring_rows, place, batch)
+
+
+def needed_tokens(
+    starts: Int32, last_tokens: Int32, requests: Int32, carried: int, place: Rows, batch: LayerBatch
+) -> Int32:
+    """The tokens from each start to its last one, and so many last ones of every request; those of other ranks."""
+    first_token = batch.query_start_loc[:-1]
     live = (batch.seq_lens > 0) & (batch.query_start_loc[1:] > first_token)
     ends = batch.query_start_loc[1:][live]
-    # A rollback over the ring's spare rows must find the window of the token that it goes back to.
-    carried = ends - max(window_size - 1 + ring_rows - pooled_rows, ring_rows)
-    owners = torch.cat([requests, requests[closing], live.nonzero()[:, 0]])
+    owners = torch.cat([requests, live.nonzero()[:, 0]])
     # What lies before the step is in the caches already.
-    starts = torch.cat([window, pooled, carried]).maximum(first_token[owners])
-    stops = torch.cat([tokens + 1, tokens[closing] + 1, ends])
+    starts = torch.cat([starts, ends - carried]).maximum(first_token[owners])
+    stops = torch.cat([last_tokens + 1, ends])
     depth = torch.zeros(int(batch.query_start_loc[-1]) + 1, dtype=torch.int64)
     depth.index_add_(0, starts.long(), torch.ones(len(starts), dtype=torch.int64))
     depth.index_add_(0, stops.long(), torch.full((len(stops),), -1))
     needed = depth.cumsum(0)[:-1] > 0
     needed[place.tokens[place.tokens >= 0]] = False
     return needed.nonzero()[:, 0].int()
+
+
+def halo_of(wanted: list[Int32], partition: Partition) -> Halo:
+    """Who has the rows that are wanted, and which these are among all that anyone wants."""
+    asked = torch.zeros(len(partition.restore_indices), dtype=torch.bool)
+    for tokens in wanted:
+        asked[tokens] = True
+    numbers = (asked.cumsum(0) - 1).int()  # of each asked token among them
+    rows = [
+        ((tokens >= 0) & asked[tokens.clamp(min=0)]).nonzero()[:, 0] if len(asked) else tokens.nonzero()[:, 0]
+        for tokens in partition.token_indices
+    ]
+    mine = tuple(numbers[tokens[at]] for tokens, at in zip(partition.token_indices, rows, strict=True))
+    return Halo(
+        wanted, rows, Partition(mine, inverse_of(torch.cat(mine), int(asked.sum()))), [numbers[t] for t in wanted]
+    )
 
 
 def entry_partition(partition: Partition, batch: LayerBatch, compress_ratio: int) -> Partition:
@@ -286,15 +349,15 @@ def rank_program(x: Float, cache: LayerCache, step: RankStep, call: Call, given_
     else:
         source = projection_source(own, call)
         side = yield from key_side(own, source, cache, step, call)
-        asking = taken(source, local.real)
+        asking = local.real_rows(source)
     cache = written_(cache, side, geometry, call)
     chosen = None if given_topk is None else given_topk[geometry.queries.rows.tokens]
-    out, chosen = query_side(own[local.real], asking, geometry.queries, cache, call, chosen)
-    output = yield from rank_output(spread_rows(out, local.spread), step, call)
-    if modes.rows == "full":
+    out, chosen = query_side(local.real_rows(own), asking, geometry.queries, cache, call, chosen)
+    output = yield from rank_output(local.with_pads(out), step, call)
+    if len(output) < len(own if modes.rows == "scattered" else x):
         output = torch.cat([output, output.new_zeros(len(x) - len(output), output.shape[1])])
-    no_choice = (local.tokens < 0)[:, None]
-    return LayerOutput(output, spread_rows(chosen, local.spread).masked_fill(no_choice, -1), cache)
+    chosen = local.with_pads(chosen).masked_fill((local.tokens < 0)[:, None], -1)
+    return LayerOutput(output, chosen, cache)
 
 
 def key_side(own: Float, source: Float | Coded, cache: LayerCache, step: RankStep, call: Call) -> Program:
@@ -306,25 +369,27 @@ def key_side(own: Float, source: Float | Coded, cache: LayerCache, step: RankSte
     keys = key_rows(own, source, step.geometry, call)
     if key_mode == "gather_compressed":
         return (yield from side_from_own_entries(keys, cache, step, call))
-    gathered = yield Exchanged("gathered_in_order", packed(keys), (partition,))
-    return side_of_rows(unpacked(gathered, keys), step.geometry, cache, call)
+    parts = (keys.kv, *keys.cmp_rows, *keys.index_rows)
+    gathered = yield Exchanged("gathered_in_order", packed(parts), (partition,))
+    kv, *projected = unpacked(gathered, parts)
+    keys = KeyRows(kv, ProjectedRows(*projected[:2]), ProjectedRows(*projected[2:]))
+    return side_of_rows(keys, step.geometry, cache, call)
 
 
-def packed(keys: KeyRows) -> torch.Tensor:
-    """All of a row's key side as the bytes of one row, so that one exchange carries it, whatever its dtypes."""
-    parts = [part.contiguous() for part in (keys.kv, *keys.cmp_rows, *keys.index_rows) if part.shape[1]]
-    return torch.cat([part.view(torch.uint8) for part in parts], dim=1)
+def packed(parts: Sequence[Float]) -> torch.Tensor:
+    """Rows of several tensors as the bytes of one row, so that one exchange carries them, whatever their dtypes."""
+    return torch.cat([part.contiguous().view(torch.uint8) for part in parts if part.shape[1]], dim=1)
 
 
-def unpacked(rows: torch.Tensor, like: KeyRows) -> KeyRows:
+def unpacked(rows: torch.Tensor, like: Sequence[Float]) -> list[Float]:
     """The way back from `packed`."""
     parts, start = [], 0
-    for part in (like.kv, *like.cmp_rows, *like.index_rows):
+    for part in like:
         stop = start + part.shape[1] * part.element_size()
         column = rows[:, start:stop].contiguous()
         parts.append(column.view(part.dtype) if part.shape[1] else part.new_zeros(len(rows), 0))
         start = stop
-    return KeyRows(parts[0], ProjectedRows(*parts[1:3]), ProjectedRows(*parts[3:5]))
+    return parts
 
 
 def side_from_own_entries(keys: KeyRows, cache: LayerCache, step: RankStep, call: Call) -> Program:
@@ -334,24 +399,31 @@ def side_from_own_entries(keys: KeyRows, cache: LayerCache, step: RankStep, call
     from. Every row that it does not know is NaN, which proves that none is read.
     """
     plan, local, batch, entries = step.plan, step.local, step.geometry.batch, step.geometry.entries
-    received = yield Exchanged("requested_rows", packed(keys), (plan.partition, plan.wanted))
+    assert plan.keys is not None  # of a step that gathers entries
+    sent = keys.kv[plan.keys.rows[step.cp_rank].to(keys.kv.device)]
+    kv = yield Exchanged("requested_rows", sent, (plan.keys.partition, plan.keys.places))
+    side, weights = KeySide(torch.cat([local.real_rows(keys.kv), kv])), call.weights
+    if weights.compressor is None or entries is None or plan.pooled is None:
+        return side
+    projected = (*keys.cmp_rows, *(keys.index_rows if weights.indexer else ()))
+    rows = plan.pooled.rows[step.cp_rank].to(keys.kv.device)
+    sent = packed([part[rows] for part in projected])
+    halo = yield Exchanged("requested_rows", sent, (plan.pooled.partition, plan.pooled.places))
 
     def spread(mine: Float, theirs: Float) -> Float:
         rows = mine.new_full((plan.num_tokens, mine.shape[1]), float("nan"))
-        rows[local.known] = torch.cat([mine[local.real], theirs])
+        rows[local.pooled] = torch.cat([local.real_rows(mine), theirs])
         return rows
 
-    halo = unpacked(received, keys)
-    side, weights = KeySide(torch.cat([keys.kv[local.real], halo.kv])), call.weights
-    if weights.compressor is None or entries is None:
-        return side
-    cmp_rows = ProjectedRows(*map(spread, keys.cmp_rows, halo.cmp_rows))
-    pooled = yield from gathered_entries(cmp_rows, weights.compressor, cache.cmp_state, entries, step, call)
+    known = [spread(*pair) for pair in zip(projected, unpacked(halo, projected), strict=True)]
+    cmp_rows = ProjectedRows(*known[:2])
+    dtype = cache.swa_cache.dtype
+    pooled = yield from gathered_entries(cmp_rows, weights.compressor, cache.cmp_state, dtype, entries, step, call)
     side = side._replace(entries=pooled, cmp_state=carried_state(cmp_rows, cache.cmp_state, batch, call))
     if weights.indexer is None:
         return side
-    index_rows, index = ProjectedRows(*map(spread, keys.index_rows, halo.index_rows)), weights.indexer.compressor
-    index_entries = yield from gathered_entries(index_rows, index, cache.index_state, entries, step, call)
+    index_rows, index = ProjectedRows(*known[2:]), weights.indexer.compressor
+    index_entries = yield from gathered_entries(index_rows, index, cache.index_state, dtype, entries, step, call)
     return side._replace(
         index_entries=index_entries, index_state=carried_state(index_rows, cache.index_state, batch, call)
     )
@@ -361,17 +433,18 @@ def gathered_entries(
     projected: ProjectedRows,
     part: CompressorWeights,
     state: CompressorState,
+    dtype: torch.dtype,
     entries: Entries,
     step: RankStep,
     call: Call,
 ) -> Program:
-    """All entries of the step, this rank's pooled here."""
+    """All entries of the step, this rank's pooled here; they travel in the dtype of the caches that they go to."""
     partition = step.plan.owned
     assert partition is not None  # of a step that gathers entries
     owned, plan = partition.token_indices[step.cp_rank].to(projected.kv.device), entries.plan
     mine = plan._replace(entry_requests=plan.entry_requests[owned], entry_indices=plan.entry_indices[owned])
     pooled = step_entries(projected, part, state, mine, step.geometry.batch, call)
-    return (yield Exchanged("gathered_in_order", pooled, (partition,)))
+    return (yield Exchanged("gathered_in_order", pooled.to(dtype), (partition,)))
 
 
 def rank_output(out: Float, step: RankStep, call: Call) -> Program:

@@ -55,6 +55,9 @@ __all__ = [
 ]
 
 
+ROTATED_NUMBERS = 1 << 18  # numbers rotated at a time where memory is a cache
+
+
 class IndexerWeights(NamedTuple):
     """Mirror of `dsacp_ref.indexer.IndexerWeights`."""
 
@@ -78,6 +81,18 @@ def hadamard(x: Float) -> Float:
     if d < 1 or d & (d - 1):
         raise contract_error("x", "have a power of two as its last size", d, "the Sylvester matrix has no other sizes")
     check_floats("x", x, tuple(x.shape))
+    if x.numel() <= ROTATED_NUMBERS or not values_known(x):
+        return rotated(x)
+    rows = x.reshape(-1, d)
+    out, step = torch.empty_like(rows), max(1, ROTATED_NUMBERS // d)
+    for start in range(0, len(rows), step):
+        out[start : start + step] = rotated(rows[start : start + step])
+    return out.reshape(x.shape)
+
+
+def rotated(x: Float) -> Float:
+    """The vectors times the Sylvester matrix, by its factors, over the root of their width."""
+    d = x.shape[-1]
     out = x.to(computing_dtype(x.dtype))
     span = 1
     while span < d:

@@ -1061,52 +1061,89 @@ def known_keys(
     config: AttentionConfig,
     ring_rows: int,
 ) -> list[tuple[KeyRows, Int32]]:
-    """The key side that each rank knows after the halo exchange, and the tokens it knows it of.
+    """The key side that each rank knows after the halo exchange, and the tokens whose raw keys it knows.
 
-    A rank knows its own rows, the rows that its windows and its entries reach back to, and what the next step goes on
-    from. Every row that it does not know is NaN, which proves that none is read.
+    A rank knows its own rows, the raw keys that its windows reach back to, the projections that its entries reach back
+    to, and what the next step goes on from. Every row that it does not know is NaN, which proves that none is read.
     """
-    wanted = [halo_tokens(place, batch, weights.compressor, config.window_size, ring_rows) for place in places]
-    shards = [packed(keys) for keys in own]
-    received = requested_rows(shards, partition, wanted)
+    compressor = weights.compressor
+    in_windows = [window_tokens(place, batch, compressor, config.window_size, ring_rows) for place in places]
+    kv = known_rows([keys.kv for keys in own], places, partition, in_windows)
+    tokens = [
+        np.union1d(place.tokens[place.tokens >= 0], halo).astype(np.int32)
+        for place, halo in zip(places, in_windows, strict=True)
+    ]
+    pooled = [pooled_tokens(place, batch, compressor, ring_rows) for place in places]
+    projections = known_rows([packed(keys) for keys in own], places, partition, pooled)
+    return [
+        (unpacked(rows, own[0])._replace(kv=raw), known)
+        for rows, raw, known in zip(projections, kv, tokens, strict=True)
+    ]
+
+
+def known_rows(
+    shards: Sequence[Float], places: Sequence[Rows], partition: Partition, wanted: Sequence[Int32]
+) -> list[Float]:
+    """Every rank's rows by token: its own and those that it wants of others; NaN where it knows nothing."""
     known = []
-    for place, shard, halo, tokens in zip(places, shards, received, wanted, strict=True):
-        real = place.tokens >= 0
+    for place, shard, halo, tokens in zip(
+        places, shards, requested_rows(shards, partition, wanted), wanted, strict=True
+    ):
         rows = np.full((len(partition.restore_indices), shard.shape[1]), np.nan, shard.dtype)
-        rows[place.tokens[real]] = shard[real]
+        rows[place.tokens[place.tokens >= 0]] = shard[place.tokens >= 0]
         rows[tokens] = halo
-        known.append((unpacked(rows, own[0]), np.union1d(place.tokens[real], tokens).astype(np.int32)))
+        known.append(rows)
     return known
 
 
-def halo_tokens(
+def window_tokens(
     place: Rows, batch: LayerBatch, compressor: CompressorWeights | None, window_size: int, ring_rows: int
 ) -> Int32:
-    """The new tokens of other ranks whose key side one rank needs.
+    """The new tokens of other ranks whose raw keys one rank needs.
 
     ::
 
-        window of each own query | rows of each entry whose last token is own | the last rows of every request
+        window of each own query | the last window of every request, and as far as a rollback may go before it
     """
-    first_token = batch.query_start_loc[:-1]
     own = place.positions >= 0
-    tokens, positions, requests = place.tokens[own], place.positions[own], place.requests[own]
-    window = tokens - (positions - window_starts(positions, window_size))
-    closing, reach, pooled_rows = np.zeros(len(positions), np.bool_), np.zeros(0, np.int32), 0
-    if compressor is not None:
-        overlap = len(compressor.wkv) > len(compressor.norm_weight)
-        pooled_rows = (2 if overlap else 1) * len(compressor.ape)
-        closing = (positions + 1) % len(compressor.ape) == 0
-        reach = pool_row_starts(positions[closing], len(compressor.ape), overlap=overlap)
-    pooled = tokens[closing] - (positions[closing] - reach)
+    tokens, positions = place.tokens[own], place.positions[own]
+    starts = tokens - (positions - window_starts(positions, window_size))
+    spare_rows = ring_rows - (num_pooled_rows(compressor) if compressor else 0)
+    return needed_tokens(starts, tokens, place.requests[own], window_size - 1 + spare_rows, place, batch)
+
+
+def pooled_tokens(place: Rows, batch: LayerBatch, compressor: CompressorWeights | None, ring_rows: int) -> Int32:
+    """The new tokens of other ranks whose projections one rank needs.
+
+    ::
+
+        rows of each entry whose last token is own | the last rows of every request, which the next step pools
+    """
+    if compressor is None:
+        return np.zeros(0, np.int32)
+    ratio = len(compressor.ape)
+    closing = (place.positions >= 0) & ((place.positions + 1) % ratio == 0)
+    tokens, positions = place.tokens[closing], place.positions[closing]
+    reach = pool_row_starts(positions, ratio, overlap=num_pooled_rows(compressor) > ratio)
+    return needed_tokens(tokens - (positions - reach), tokens, place.requests[closing], ring_rows, place, batch)
+
+
+def num_pooled_rows(compressor: CompressorWeights) -> int:
+    """The rows that an entry is made of."""
+    return len(compressor.wkv) // len(compressor.norm_weight) * len(compressor.ape)
+
+
+def needed_tokens(
+    starts: Int32, last_tokens: Int32, requests: Int32, carried: int, place: Rows, batch: LayerBatch
+) -> Int32:
+    """The tokens from each start to its last one, and so many last ones of every request; those of other ranks."""
+    first_token = batch.query_start_loc[:-1]
     live = (batch.seq_lens > 0) & (batch.query_start_loc[1:] > first_token)
     ends = batch.query_start_loc[1:][live]
-    # A rollback over the ring's spare rows must find the window of the token that it goes back to.
-    carried = ends - max(window_size - 1 + ring_rows - pooled_rows, ring_rows)
-    starts = np.concatenate([window, pooled, carried])
-    owners = np.concatenate([requests, requests[closing], np.flatnonzero(live)])
+    starts = np.concatenate([starts, ends - carried])
+    owners = np.concatenate([requests, np.flatnonzero(live)])
     starts = np.maximum(starts, first_token[owners])  # what lies before the step is in the caches already
-    stops = np.concatenate([tokens + 1, tokens[closing] + 1, ends])
+    stops = np.concatenate([last_tokens + 1, ends])
     depth = np.zeros(int(batch.query_start_loc[-1]) + 1, np.int64)
     np.add.at(depth, starts, 1)
     np.add.at(depth, stops, -1)

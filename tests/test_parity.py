@@ -214,7 +214,7 @@ BROKEN: dict[str, tuple[str, Callable[[Any], Any], Cell]] = {
         a_cell(),
     ),
     "halo one window row short": (
-        "halo_tokens",
+        "window_tokens",
         lambda right: lambda place, batch, compressor, window, rows: right(place, batch, compressor, window - 1, rows),
         a_cell(ratio=1, scenario="long", keys="gather_compressed"),
     ),

@@ -150,7 +150,7 @@ BROKEN_TORCH: dict[str, tuple[Any, str, Callable[..., Any], Cell]] = {
     "a window one short": (backend, "selected_attention", short_window, a_cell()),
     "a dropped halo": (
         _rank_layer,
-        "halo_tokens",
+        "window_tokens",
         no_halo,
         a_cell(ratio=1, ranks=3, keys="gather_compressed", scenario="long"),
     ),

@@ -81,13 +81,13 @@ def test_a_carried_window_one_row_short_is_seen_in_the_next_step(kind: Kind, mon
     world = world_of(np.random.default_rng(14), [64], kind=kind, config=config)
     cut, steps = Cut(2, key_mode="gather_compressed"), [[60], [4]]
     assert_ranks_equal_one_device(world, steps, cut)
-    right = layer_module.halo_tokens
+    right = layer_module.window_tokens
 
     def one_short(place, batch, *args):
         halo = right(place, batch, *args)
         return halo[halo != int(batch.query_start_loc[-1]) - (config.window_size - 1)]
 
-    monkeypatch.setattr(layer_module, "halo_tokens", one_short)
+    monkeypatch.setattr(layer_module, "window_tokens", one_short)
     with pytest.raises(AssertionError):
         assert_ranks_equal_one_device(world, steps, cut)
 
@@ -107,27 +107,35 @@ def test_a_rank_asks_for_what_it_reads_and_hands_on_and_no_more(
         first = batch.query_start_loc.tolist()
         where = [(b, done[b] + j) for b in range(len(done)) for j in range(steps[-1][b])] + [None, None]
         for tokens in partition_tokens(batch.query_start_loc, cut.cp_size, split=cut.split).token_indices:
-            wanted = set()
+            seen, pooled = set(), set()
             for b, p in (where[token] for token in tokens.tolist() if token >= 0 and where[token]):
-                wanted |= {(b, q) for q in range(p - window + 1, p + 1)}
+                seen |= {(b, q) for q in range(p - window + 1, p + 1)}
                 if compressor and (p + 1) % ratio == 0:
-                    wanted |= {(b, q) for q in range(p + 1 - pooled_rows, p + 1)}
+                    pooled |= {(b, q) for q in range(p + 1 - pooled_rows, p + 1)}
             for b, length in enumerate(world.lengths):
-                wanted |= {(b, q) for q in range(length - max(window - 1 + 3, ring if compressor else 0), length)}
-            due = {first[b] + q - done[b] for b, q in wanted if done[b] <= q < world.lengths[b]} - set(tokens.tolist())
-            halo = layer_module.halo_tokens(layer_module.rows_of(tokens, batch), batch, compressor, window, ring)
-            assert halo.tolist() == sorted(due)
+                seen |= {(b, q) for q in range(length - (window - 1 + 3), length)}
+                pooled |= {(b, q) for q in range(length - ring, length) if compressor}
+            place = layer_module.rows_of(tokens, batch)
+            for wanted, halo in (
+                (seen, layer_module.window_tokens(place, batch, compressor, window, ring)),
+                (pooled, layer_module.pooled_tokens(place, batch, compressor, ring)),
+            ):
+                new = {first[b] + q - done[b] for b, q in wanted if done[b] <= q < world.lengths[b]}
+                assert halo.tolist() == sorted(new - set(tokens.tolist()))
 
 
-def halos(kind: Kind, num_tokens: int, cp_size: int, window_size: int, ring_rows: int) -> list[tuple[int, int]]:
-    """(rows before the own ones, rows after them) that each rank of a contiguous split asks for."""
+def halos(kind: Kind, num_tokens: int, ring_rows: int, *, pooled: bool) -> list[tuple[int, int]]:
+    """(rows before the own ones, rows after them) that each of four ranks of a contiguous split asks for."""
     loc = int32([0, num_tokens])
     world = world_of(np.random.default_rng(15), [1], kind=kind)
     batch = world.step([0], [1])[1]._replace(query_start_loc=loc, seq_lens=int32([num_tokens]))
     counts = []
-    for tokens in partition_tokens(loc, cp_size).token_indices:
-        place = layer_module.rows_of(tokens, batch)
-        halo = layer_module.halo_tokens(place, batch, world.weights.compressor, window_size, ring_rows)
+    for tokens in partition_tokens(loc, 4).token_indices:
+        place, compressor = layer_module.rows_of(tokens, batch), world.weights.compressor
+        if pooled:
+            halo = layer_module.pooled_tokens(place, batch, compressor, ring_rows)
+        else:
+            halo = layer_module.window_tokens(place, batch, compressor, 128, ring_rows)
         first, last = tokens[0], tokens.max()
         before, after = halo[halo < first], halo[halo > last]
         assert before.tolist() == list(range(first - len(before), first))
@@ -140,13 +148,16 @@ def halos(kind: Kind, num_tokens: int, cp_size: int, window_size: int, ring_rows
 def test_the_halo_at_the_released_sizes() -> None:
     """127 window rows; for pooling 7 rows at ratio 4 and 127 at ratio 128; and what the next step goes on from."""
     four, many = Kind(4, True, True), Kind(128, False, False)
-    assert halos(WINDOW, 4096, 4, 128, 0) == [(0, 127), (127, 127), (127, 127), (127, 0)]
-    assert halos(four, 4096, 4, 128, 8) == [(0, 127), (127, 127), (127, 127), (127, 0)]
-    assert halos(many, 4096, 4, 128, 128) == [(0, 128), (127, 128), (127, 128), (127, 0)]
-    # Without a window, the rows that the entry closed by a rank's first tokens reaches back to: ranks start at
-    # 1023, 2046 and 3069.
-    assert [before for before, _ in halos(four, 4090, 4, 1, 8)] == [0, 7, 6, 5]
-    assert [before for before, _ in halos(many, 4090, 4, 1, 128)] == [0, 127, 126, 125]
+    for kind, ring in ((WINDOW, 0), (four, 8), (many, 128)):
+        assert halos(kind, 4096, ring, pooled=False) == [(0, 127), (127, 127), (127, 127), (127, 0)]
+    # The first entry that a rank closes reaches back to the rank before: into one more window at ratio 4.
+    assert halos(four, 4096, 8, pooled=True) == [(0, 8), (4, 8), (4, 8), (4, 0)]
+    assert halos(many, 4096, 128, pooled=True) == [(0, 128), (0, 128), (0, 128), (0, 0)]
+    # Ranks start at 1023, 2046 and 3069.
+    assert [before for before, _ in halos(four, 4090, 8, pooled=True)] == [0, 7, 6, 5]
+    assert [before for before, _ in halos(many, 4090, 128, pooled=True)] == [0, 127, 126, 125]
+    assert halos(WINDOW, 4096, 0, pooled=True) == [(0, 0)] * 4
     # Six spare ring rows: so many tokens may be taken back, with their windows.
-    assert [after for _, after in halos(four, 4096, 4, 128, 8 + 6)] == [133, 133, 133, 0]
-    assert [after for _, after in halos(WINDOW, 4096, 4, 128, 6)] == [133, 133, 133, 0]
+    assert [after for _, after in halos(four, 4096, 8 + 6, pooled=False)] == [133, 133, 133, 0]
+    assert [after for _, after in halos(four, 4096, 8 + 6, pooled=True)] == [14, 14, 14, 0]
+    assert [after for _, after in halos(WINDOW, 4096, 6, pooled=False)] == [133, 133, 133, 0]
