@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -42,7 +43,8 @@ def assert_equals(got: Any, want: Any) -> None:
 def no_waiting() -> Iterator[None]:
     """Every call that would wait for the device raises."""
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings(action="ignore"):  # it says that it is a prototype, once a process
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
