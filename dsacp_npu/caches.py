@@ -59,6 +59,7 @@ class PagedCache:
         lengths: tokens that the layer holds of the request in each state slot. On the host.
         ring_starts: the first row that each slot's compressor ring still holds; ``held_start`` of the states, on the
             host.
+        plan: the number of the last plan over these caches; blocks that an earlier one made room in may be others'.
     """
 
     def __init__(self, layer_idx: int, compress_ratio: int, tensors: LayerCache) -> None:
@@ -67,6 +68,7 @@ class PagedCache:
         self.tensors = tensors
         self.lengths = [0] * len(tensors.cmp_state.num_tokens)
         self.ring_starts = [0] * len(self.lengths)
+        self.plan = 0
 
     @property
     def num_bytes(self) -> int:
@@ -81,21 +83,28 @@ class PagedCache:
         """
         return {name: num_bytes(part) for name, part in self.tensors._asdict().items()}
 
-    def check_continues(self, batch: LayerBatch, names: Sequence[Hashable]) -> None:
+    def check_continues(self, batch: LayerBatch, names: Sequence[Hashable], plan: int | None = None) -> None:
         """Refuse a step that does not go on where this layer stopped: the rows between would pass for keys.
 
         Args:
             batch: LayerBatch on the host.
-            names: the requests of the batch in order; slots of a graph beyond them need no name.
+            names: the requests of the batch in order; without one, a request goes by its state slot.
+            plan: int or None, the number of the plan that made room for the step (`Caches.plan`); None where an engine
+                makes room by itself.
 
         Raises:
-            ContractError: a request's earlier tokens are not those that the layer holds.
+            ContractError: a request's earlier tokens are not those that the layer holds, or the step's blocks were
+                given up for a later plan.
             UnsupportedError: the batch lies on a device.
         """
-        for name, (slot, start, end) in zip(names, progress_of(batch), strict=False):
+        if plan is not None and plan != self.plan:
+            hint = "run a step, or give it up, before the next one over these caches is planned"
+            raise contract_error("step", f"be of plan {self.plan}, the last over these caches", plan, hint)
+        for i, (slot, start, end) in enumerate(progress_of(batch)):
             if end > start and self.lengths[slot] != start:
+                name = repr(names[i]) if i < len(names) else f"in state slot {slot}"
                 raise contract_error(
-                    f"state of request {name!r}",
+                    f"state of request {name}",
                     f"hold {start} tokens in layer {self.layer_idx}",
                     f"{self.lengths[slot]}: state missing",
                     "take lengths from Caches.batches; after a forward that stopped, roll the request back or reset it",
@@ -362,6 +371,11 @@ class Caches:
         )
 
     @property
+    def plan(self) -> int:
+        """The number of the last plan: how often `batches` has made room."""
+        return next(iter(self)).plan
+
+    @property
     def num_free_tokens(self) -> int:
         """Tokens that the free blocks hold, of the kind that is scarcest."""
         return min(len(blocks.free) * blocks.tokens_per_block for blocks in self._blocks.values())
@@ -418,7 +432,7 @@ class Caches:
     # --- steps ---
 
     def batches(
-        self, new_tokens: Mapping[Hashable, int], *, num_slots: int | None = None, max_seq_len: int | None = None
+        self, new_tokens: Mapping[Any, int], *, num_slots: int | None = None, max_seq_len: int | None = None
     ) -> dict[int, LayerBatch]:
         """Room for a step, and where its tokens and those before them lie.
 
@@ -459,6 +473,8 @@ class Caches:
             columns = longest if num_slots is None else self.num_tokens
         self._release()
         num_new = sum(step.end - step.start for step in steps)
+        for cache in self:
+            cache.plan += 1
         self._resize([*steps, *self._others(new_tokens)], "new_tokens", num_new)
         return self._batches_of(steps, rows, columns)
 
@@ -475,7 +491,7 @@ class Caches:
         for cache in self:
             cache.advance_to(steps)
 
-    def _counts(self, new_tokens: Mapping[Hashable, int]) -> list[tuple[Hashable, int]]:
+    def _counts(self, new_tokens: Mapping[Any, int]) -> list[tuple[Hashable, int]]:
         """Requests and their new tokens, in order."""
         if not isinstance(new_tokens, Mapping):
             raise contract_error("new_tokens", "be a mapping from requests to counts", type(new_tokens).__name__)
@@ -493,7 +509,7 @@ class Caches:
             )
         return Progress(self._slots[request], start, start + count)
 
-    def _others(self, new_tokens: Mapping[Hashable, int]) -> list[Progress]:
+    def _others(self, new_tokens: Mapping[Any, int]) -> list[Progress]:
         """The open requests that a step leaves out, where they are; one that stopped half-way keeps its room."""
         found = []
         for request, slot in self._slots.items():

@@ -312,7 +312,10 @@ class DSAttention(nn.Module):
         self._check(hidden_states, step, tensors, weights, given_topk)
         batch = step.batches[self.compress_ratio]
         if isinstance(cache, PagedCache):
-            cache.check_continues(batch, step.requests)
+            cache.check_continues(batch, step.requests, step.plan)
+        if self.w8a8 and values_known(hidden_states):
+            # Pad rows hold anything, and where values can be read, what has no code is refused.
+            hidden_states = hidden_states.masked_fill((step.positions < 0)[:, None], 0)
         run = self._by_tokens if step.splits else self._by_heads
         result = run(hidden_states, step, tensors, weights, given_topk)
         if self.parallel.tp is not None:

@@ -46,8 +46,7 @@ def own_rows(stream: torch.Tensor, step: StepMetadata) -> torch.Tensor:
     if len(stream) < step.num_tokens:
         hint = "every rank has the whole stream here"
         raise contract_error("stream", f"have the step's {step.num_tokens} tokens", len(stream), hint)
-    tokens = step.token_indices
-    return spread_rows(stream, tokens.masked_fill(tokens >= step.num_tokens, -1))
+    return spread_rows(stream, step.token_indices)
 
 
 def gathered_rows(rows: torch.Tensor, step: StepMetadata, parallel: Parallel) -> torch.Tensor:

@@ -14,8 +14,8 @@ another step's metadata into tensors that stay where they are.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Hashable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from dsacp_npu._geometry import Geometry, Sizes, rows_of, whole_geometry, with_tensors
 from dsacp_npu._layer_checks import check_batch_slots, check_batch_tables, check_reads
@@ -41,6 +41,7 @@ class StepMetadata:
         splits: bool, whether this step splits tokens over the CP ranks; if not, it runs by heads.
         batches: LayerBatch by compress ratio, on the host, global.
         requests: names of the batch's requests; empty where an engine keeps its own.
+        plan: the number of the plan that made room for it in `Caches`; None where an engine does so itself.
         partition: Partition of the tokens over the CP ranks; None in a step by heads.
         token_indices: int32[num_rows], on the host: the token of the step that each row of hidden states holds on this
             rank, -1 in pad rows.
@@ -50,6 +51,7 @@ class StepMetadata:
     splits: bool
     batches: dict[int, LayerBatch]
     requests: tuple[Hashable, ...]
+    plan: int | None
     partition: Partition | None
     token_indices: Int32
     positions: Int32
@@ -62,12 +64,14 @@ class StepMetadata:
         token_indices: Int32,
         by_ratio: dict[int, Geometry | RankStep],
         shapes: dict[int, tuple[torch.Size, ...]],
+        plan: int | None,
     ) -> None:
         """Made by `step_metadata` and `metadata_of_batches`."""
-        self.batches, self.requests, self.partition = batches, requests, partition
+        self.batches, self.requests, self.partition, self.plan = batches, requests, partition, plan
         self.splits = partition is not None
-        self.token_indices = token_indices
-        self.positions = rows_of(token_indices, next(iter(batches.values()))).positions
+        count = int(next(iter(batches.values())).query_start_loc[-1])
+        self.token_indices = token_indices.masked_fill(token_indices >= count, -1)
+        self.positions = rows_of(self.token_indices, next(iter(batches.values()))).positions
         self._by_ratio, self._shapes = by_ratio, shapes
 
     @property
@@ -113,6 +117,9 @@ class StepMetadata:
     def fill_(self, other: StepMetadata) -> None:
         """Write another step's metadata into this one's tensors, which stay where they are, for a graph to replay.
 
+        While capturing, hand layers ``caches[layer_idx].tensors``: what a graph does, a `PagedCache` cannot see. After
+        each replay `Caches.advance` tells it.
+
         Args:
             other: StepMetadata of as many slots and rows (`step_metadata` with ``num_slots`` and
                 ``num_input_tokens``), from the same layers.
@@ -134,7 +141,7 @@ class StepMetadata:
             )
         for mine_, theirs_ in zip(mine, theirs, strict=True):
             mine_.copy_(theirs_)
-        self.batches, self.requests = other.batches, other.requests
+        self.batches, self.requests, self.plan = other.batches, other.requests, other.plan
         self.token_indices, self.positions = other.token_indices, other.positions
 
     def _of(self, compress_ratio: int) -> Geometry | RankStep:
@@ -149,9 +156,9 @@ class StepMetadata:
 
 
 def step_metadata(
-    layers: Sequence[DSAttention],
+    layers: Iterable[DSAttention],
     caches: Caches,
-    new_tokens: Mapping[Hashable, int],
+    new_tokens: Mapping[Any, int],
     *,
     num_input_tokens: int | None = None,
     decode_query_len: int = 1,
@@ -176,7 +183,7 @@ def step_metadata(
         ContractError: layers that were not built alike, a request, a count or a size that does not hold, or fixed sizes
             for a step that splits tokens.
     """
-    check_layers(layers)
+    layers = check_layers(layers)
     check_record("caches", caches, Caches)
     batches = caches.batches(new_tokens, num_slots=num_slots, max_seq_len=max_seq_len)
     by_layer = {layer.layer_idx: caches[layer.layer_idx].tensors for layer in layers}
@@ -188,11 +195,12 @@ def step_metadata(
         decode_query_len=decode_query_len,
         fixed=num_slots is not None,
         requests=tuple(new_tokens),
+        plan=caches.plan,
     )
 
 
 def metadata_of_batches(
-    layers: Sequence[DSAttention],
+    layers: Iterable[DSAttention],
     caches: Mapping[int, LayerCache],
     batches: Mapping[int, LayerBatch],
     *,
@@ -200,6 +208,7 @@ def metadata_of_batches(
     decode_query_len: int = 1,
     fixed: bool = False,
     requests: tuple[Hashable, ...] = (),
+    plan: int | None = None,
 ) -> StepMetadata:
     """The metadata of a step over an engine's own block tables and state slots.
 
@@ -210,6 +219,7 @@ def metadata_of_batches(
         num_input_tokens, decode_query_len: as `step_metadata`.
         fixed: bool, whether shapes must not depend on the lengths, for a captured graph.
         requests: names for error texts.
+        plan: int or None, `Caches.plan` where `Caches.batches` made room.
 
     Returns:
         StepMetadata.
@@ -219,7 +229,8 @@ def metadata_of_batches(
             what the step reads, or fixed shapes for a step that splits tokens.
         UnsupportedError: a batch on a device.
     """
-    first = check_layers(layers)
+    layers = check_layers(layers)
+    first = layers[0]
     by_ratio = {layer.compress_ratio: layer for layer in layers}
     for ratio in by_ratio:
         if ratio not in batches:
@@ -236,6 +247,7 @@ def metadata_of_batches(
     batch = next(iter(batches.values()))
     options, count = first.parallel.options, int(batch.query_start_loc[-1])
     num_rows = check_int("num_input_tokens", count if num_input_tokens is None else num_input_tokens, count)
+    check_int("decode_query_len", decode_query_len, 1)
     splits = first.parallel.cp_active and uses_context_parallel(
         batch.query_start_loc, batch.seq_lens, mixed=options.dsa_cp_mixed, decode_query_len=decode_query_len
     )
@@ -261,32 +273,34 @@ def metadata_of_batches(
             )
             for ratio, layer in by_ratio.items()
         }
-        return StepMetadata(batches, requests, None, tokens, geometries, shapes)
+        return StepMetadata(batches, requests, None, tokens, geometries, shapes, plan)
     modes = first.modes._replace(num_input_tokens=num_input_tokens)
     cp_size, cp_rank = first.parallel.cp_size, first.parallel.cp_rank
     partition = planned_partition(batch, cp_size, modes)
     rank_steps: dict[int, Geometry | RankStep] = {}
     for ratio, layer in by_ratio.items():
         ring_rows = tensors[ratio].cmp_state.kv.shape[1]
-        plan = step_plan_over_ranks(batches[ratio], partition, modes, layer.split_kind, ring_rows)
-        rank_steps[ratio] = rank_step(plan, modes, cp_rank, sizes[ratio], layer.split_kind, device)
+        shared = step_plan_over_ranks(batches[ratio], partition, modes, layer.split_kind, ring_rows)
+        rank_steps[ratio] = rank_step(shared, modes, cp_rank, sizes[ratio], layer.split_kind, device)
     tokens = partition.token_indices[cp_rank] if modes.rows == "scattered" else counted(num_rows, batch.seq_lens)
-    return StepMetadata(batches, requests, partition, tokens, rank_steps, shapes)
+    return StepMetadata(batches, requests, partition, tokens, rank_steps, shapes, plan)
 
 
-def check_layers(layers: Sequence[DSAttention]) -> DSAttention:
-    """The first layer, once all are found to have been built alike."""
-    if not isinstance(layers, Sequence) or not layers:
-        raise contract_error("layers", "hold at least one attention layer", layers, "all layers that run the step")
-    first = layers[0]
-    for layer in layers[1:]:
+def check_layers(layers: Iterable[DSAttention]) -> list[DSAttention]:
+    """The layers, once all are found to have been built alike."""
+    from dsacp_npu.module import DSAttention  # which imports this module
+
+    found = list(layers) if isinstance(layers, Iterable) else []
+    if not found:
+        got = "none" if isinstance(layers, Iterable) else type(layers).__name__
+        raise contract_error("layers", "hold at least one attention layer", got, "all layers that run the step")
+    for layer in found:
+        check_record("layers", layer, DSAttention)
         for name in ("config", "parallel", "backend"):
-            if getattr(layer, name) != getattr(first, name):
-                where = f"layer {layer.layer_idx}", f"layer {first.layer_idx}"
-                raise contract_error(
-                    "layers", f"share one {name}", f"two, in {where[0]} and {where[1]}", "build all layers alike"
-                )
-    return first
+            if getattr(layer, name) != getattr(found[0], name):
+                got = f"two, in layer {layer.layer_idx} and layer {found[0].layer_idx}"
+                raise contract_error("layers", f"share one {name}", got, "build all layers alike")
+    return found
 
 
 def check_planned(batch: LayerBatch, same: LayerBatch, layer: DSAttention, cache: LayerCache) -> None:

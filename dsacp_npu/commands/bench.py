@@ -2,7 +2,7 @@
 
 Numbers of one run belong together: a machine's speed drifts, so every rate stands beside a float32 matrix multiply
 timed just before and after it, and ratios are what to quote. Needs numpy only; the sections of the mirror
-(`bench_torch`) need torch, and are left out without it. Nothing here is a test.
+(`bench_torch`, `bench_ranks`, `bench_swap`) need torch, and are left out without it. Nothing here is a test.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import platform
 import time
 import tracemalloc
 from collections.abc import Callable
+from importlib import import_module
 from statistics import median
 from typing import Any
 
@@ -30,13 +31,16 @@ SCALE = HEAD_DIM**-0.5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
     parser.add_argument(
-        "--tokens", type=int, default=8192, help="tokens of the prompt (default 8192; torch-layer takes at most 4096)"
+        "--tokens",
+        type=int,
+        default=8192,
+        help="tokens of the prompt (default 8192; torch-layer and -swap take at most 4096, torch-ranks also twice)",
     )
     parser.add_argument(
         "--repeats",
         type=int,
         default=5,
-        help="timed runs of each rate; the median counts (default 5; torch-layer at most 3)",
+        help="timed runs of each rate; the median counts (default 5; torch-layer, -ranks and -swap at most 3)",
     )
     parser.add_argument("--only", choices=sorted(SECTIONS), action="append", help="sections to run (default all)")
 
@@ -248,16 +252,16 @@ def metadata(tokens: int, repeats: int) -> None:
         print(f"  {num_reqs:8d}  {build:23.1f}  {contiguous:18.1f}  {zigzag:14.1f}")
 
 
-def of_the_mirror(name: str) -> Callable[[int, int], None]:
-    """A section of `bench_torch`, which is imported when it is due."""
+def of_the_mirror(name: str, module: str = "bench_torch") -> Callable[[int, int], None]:
+    """A section of a module that needs torch, which is imported when it is due."""
 
     def section(tokens: int, repeats: int) -> None:
         try:
-            from dsacp_npu.commands import bench_torch
+            found = import_module(f"dsacp_npu.commands.{module}")
         except ImportError as error:
             print(f"torch-{name} is left out: {error}")
         else:
-            getattr(bench_torch, name)(tokens, repeats)
+            getattr(found, name)(tokens, repeats)
 
     return section
 
@@ -268,4 +272,6 @@ SECTIONS: dict[str, Callable[[int, int], None]] = {
     "metadata": metadata,
     "torch-metadata": of_the_mirror("metadata"),
     "torch-layer": of_the_mirror("layer"),
+    "torch-ranks": of_the_mirror("ranks", "bench_ranks"),
+    "torch-swap": of_the_mirror("swap", "bench_swap"),
 }

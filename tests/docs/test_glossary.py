@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,11 @@ GLOSSARY = Path(__file__).parents[2] / "docs" / "glossary.md"
 NEVER_ALONE = {"indices", "lens", "offsets", "mask", "metadata", "info"}
 # Words of plain Python; `spec` and `config` are about words, files and flags, not about data.
 PLAIN_MODULES = {"dsacp_ref.spec", "dsacp_ref.config"}
+
+# What is beyond the mirror and made for model code.
+PLAIN_WORDS = {"name", "tensor", "tensors", "shape", "shapes", "index", "other", "slot", "steps", "tokens", "by_ratio"}
+PLAIN_WORDS |= {"kind", "fixed"}
+MODULE_PARTS = ("parallel", "caches", "loading", "step", "module", "rows", "drafts")
 
 pytestmark = pytest.mark.skipif(
     not GLOSSARY.exists(), reason="docs/ is missing: the tests run beside an installed wheel"
@@ -40,8 +47,37 @@ def test_every_argument_is_in_the_glossary(name: str) -> None:
     assert not arguments & NEVER_ALONE
 
 
+def parts_of_the_module() -> list[tuple[str, Any]]:
+    """Every public function of the module's parts, and every public method of their classes."""
+    found = []
+    for part in MODULE_PARTS:
+        module = importlib.import_module(f"dsacp_npu.{part}")
+        for name in module.__all__:
+            value = getattr(module, name)
+            members = vars(value).items() if inspect.isclass(value) else [(name, value)]
+            found += [
+                (f"{part}.{name}.{member}", function)
+                for member, function in members
+                if inspect.isfunction(function) and (member == "__init__" or not member.startswith("_"))
+            ]
+    return found
+
+
+def words_of(function: Any) -> set[str]:
+    """The names of its parameters, without those that a private caller hands in."""
+    return {name for name in inspect.signature(function).parameters if name != "self"}
+
+
+@pytest.mark.parametrize("function", [function for _, function in parts_of_the_module()], ids=lambda f: f.__qualname__)
+def test_every_argument_of_the_module_is_in_the_glossary(function: Any) -> None:
+    unknown = words_of(function) - glossary_names() - PLAIN_WORDS
+    assert not unknown, f"add to docs/glossary.md: {sorted(unknown)}"
+    assert not words_of(function) & NEVER_ALONE
+
+
 def test_every_name_of_the_glossary_is_used() -> None:
-    used: set[str] = set()
+    used: set[str] = {name for _, function in parts_of_the_module() for name in words_of(function)}
+    used.add("ranks")  # of `dsacp_npu.distributed`
     for name in dsacp_ref.__all__:
         value = getattr(dsacp_ref, name)
         if inspect.isfunction(value):

@@ -125,6 +125,8 @@ def test_an_engines_own_tensors_and_tables_give_the_same_bits() -> None:
         for batch in batches.values():
             for tensor in batch:
                 tensor.fill_(-7)  # reused for something else before any layer ran
+        for ratio, batch in own.batches.items():
+            assert_same(batch, step.batches[ratio])
         outputs = [layer(rows, own, tensors[i]) for i, layer in enumerate(layers)]
         others.advance(step.batches[1])
         return outputs

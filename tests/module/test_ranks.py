@@ -7,6 +7,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.compare import assert_same
@@ -84,6 +85,17 @@ def test_steps_by_heads_are_bitwise_what_a_module_with_the_switch_off_gives(outp
             for mine, theirs in zip(switched[1:], off[1:], strict=True):
                 for layer, (got, want) in enumerate(zip(mine.outputs, theirs.outputs, strict=True)):
                     assert_same(got, want, f"{output} {dtype} rank {rank} layer {layer}")
+
+
+def test_on_against_off_in_bfloat16() -> None:
+    """The proposal's own criterion: relative error below 1e-2 given the same selection (here: every entry)."""
+    config = replace(FOUR_GROUPS, head_dim=64, rope_head_dim=8, hidden_size=64, q_lora_rank=32, o_lora_rank=16)
+    model = model_of(8, LENGTHS, replace(config, index_topk=16))
+    way = modes("full", "replicate", "all_to_all")
+    on, off = stories_of(2, model, [(way, STEPS, {"dtype": "bfloat16"}, {}), ({}, STEPS, {"dtype": "bfloat16"}, {})])
+    for mine, theirs in zip(on[0], off[0], strict=True):
+        for got, want in zip(mine.outputs, theirs.outputs, strict=True):
+            assert np.linalg.norm(got - want) < 1e-2 * np.linalg.norm(want)
 
 
 def test_ranks_that_do_not_divide_the_heads() -> None:

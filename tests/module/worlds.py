@@ -113,8 +113,7 @@ def tell(
         rows = [model.x[request][done[request] : done[request] + n] for request, n in new_tokens.items()]
         stream = torch.tensor(np.concatenate([*rows, np.full((1, model.config.hidden_size), np.nan)]))
         tokens = step.token_indices
-        mine = stream[torch.where((tokens < 0) | (tokens >= count), count, tokens)].to(kind_of(layers[0]))
-        mine = mine.to(layers[0].wq_a.device)
+        mine = stream[tokens].to(kind_of(layers[0])).to(layers[0].q_norm.device)  # -1, a pad row, takes the last one
         outputs = [layer(mine, step, caches[i]) for i, layer in enumerate(layers)]
         story.append(Told(step.splits, tokens.numpy(), [as_numpy(output) for output in outputs]))
         if after is not None:

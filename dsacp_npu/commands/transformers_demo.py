@@ -1,0 +1,190 @@
+"""`python -m dsacp_npu.integrations.transformers`: a small model reads a text over processes."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dsacp_npu import distributed
+from dsacp_npu._tensors import torch
+from dsacp_npu.commands import outside
+from dsacp_npu.commands.counted import counted_transport
+from dsacp_npu.integrations.transformers import enable
+from dsacp_npu.parallel import parallel_of
+from dsacp_npu.partition import partition_tokens
+from dsacp_ref.config import AttentionConfig, ParallelConfig, v4_flash
+from dsacp_ref.spec import ContractError, UnsupportedError, check_int, contract_error
+
+# The first layers of V4-Flash, small; eight output groups, as many as the real ones, for up to eight ranks.
+LAYERS = 7
+CONFIG = replace(
+    outside.SIZES["tiny"],
+    num_hidden_layers=LAYERS,
+    compress_ratios=v4_flash().compress_ratios[:LAYERS],
+    num_heads=8,
+    o_groups=8,
+    # With few heads, ReLU makes many index scores exactly 0, and libraries choose differently among equal ones.
+    index_n_heads=v4_flash().index_n_heads,
+)
+BYTES = 256  # the vocabulary
+CHUNK = 256  # tokens that the untouched model reads at once
+TIMEOUT = 120.0  # seconds that ranks wait for each other
+
+
+class Report(NamedTuple):
+    """What one rank says.
+
+    Fields:
+        num_tokens: int, its own tokens of the text.
+        cache_bytes: int, all layers' caches.
+        received_bytes: int, what its attention received from the other ranks.
+        typical, difference, largest: floats, largest difference of the logits from the untouched model's at the median
+            token and at the farthest one, and the largest logit.
+        same_choices: int, tokens after which both models say the same byte.
+    """
+
+    num_tokens: int
+    cache_bytes: int
+    received_bytes: int
+    typical: float
+    difference: float
+    largest: float
+    same_choices: int
+
+
+def build_causal_model(config: AttentionConfig, *, vocab_size: int, seed: int = 0) -> Any:
+    """`outside.build_model` with token ids before it, all experts for each, and logits behind it."""
+    inner = outside.build_model(config, seed=seed)  # refuses what transformers cannot take
+    import transformers
+
+    options: dict[str, Any] = config.to_json() | outside.SURROUNDINGS | {"vocab_size": vocab_size}
+    options |= {"attn_implementation": "eager", "experts_implementation": "eager"}
+    options |= {"bos_token_id": None, "eos_token_id": None}  # generate() goes on to the length it is asked for
+    # A near tie among experts would be another model, and no matter of attention: every token goes to all of them.
+    options["num_experts_per_tok"] = options["n_routed_experts"]
+    with torch.random.fork_rng(devices=[]):
+        model: Any = transformers.DeepseekV4ForCausalLM(transformers.DeepseekV4Config(**options))
+    rng = np.random.default_rng([seed, vocab_size])
+    for ends in (model.model.embed_tokens, model.lm_head):
+        drawn = rng.standard_normal(tuple(ends.weight.shape), dtype=np.float32)
+        ends.weight.data.copy_(torch.from_numpy(drawn * np.float32(1.5 / config.hidden_size**0.5)))
+    weights = {name: weight for name, weight in inner.state_dict().items() if not name.startswith("embed_tokens.")}
+    model.model.load_state_dict(weights, strict=False)
+    return model.eval().requires_grad_(False)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run, print, and say whether it worked: 2 for a call that cannot work."""
+    try:
+        args = parser().parse_args(argv)
+        text = Path(args.prompt_file).read_bytes()
+        if not text:
+            raise contract_error("--prompt-file", "hold at least one byte", "an empty file")
+        size = check_int("--processes", args.processes, 1, CONFIG.o_groups, "ranks share the output groups")
+        options = ParallelConfig(enable_dsa_cp=True, prefill_cp_mode=args.split)
+        show(reports(text, size, options), len(text))
+    except (ContractError, UnsupportedError, ImportError, OSError) as error:
+        print(f"dsacp_npu.integrations.transformers: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    made = argparse.ArgumentParser(
+        prog="python -m dsacp_npu.integrations.transformers",
+        description="A small random DeepSeek-V4 of transformers reads the bytes of a file, its attention split over "
+        "processes, and its logits are compared with those of the untouched model.",
+        allow_abbrev=False,
+    )
+    made.add_argument("--prompt-file", required=True, help="any file; its bytes are the tokens")
+    made.add_argument("--processes", type=int, default=2, help="ranks, one process each (default 2)")
+    made.add_argument("--split", default="contiguous", help="the rule that hands tokens to ranks (default contiguous)")
+    return made
+
+
+def reports(text: bytes, size: int, options: ParallelConfig) -> list[Report]:
+    """What every rank says."""
+    context = multiprocessing.get_context("forkserver")
+    # Not this module: it would bring in the one that each process runs first, as its __main__.
+    context.set_forkserver_preload(["dsacp_npu.module", "transformers"])
+    with (
+        tempfile.TemporaryDirectory(prefix="dsacp-transformers-") as folder,
+        ProcessPoolExecutor(size, context) as pool,
+    ):
+        # A rank ends only after it has met the others, so each task gets a process of its own.
+        meeting = f"file://{folder}/meeting"
+        tasks = [pool.submit(rank_report, meeting, size, rank, text, options) for rank in range(size)]
+        return [task.result() for task in tasks]
+
+
+def rank_report(meeting: str, size: int, rank: int, text: bytes, options: ParallelConfig) -> Report:
+    """One rank: the model untouched, then with its attention split."""
+    torch.set_num_threads(1)
+    ranks = distributed.connect(meeting, size, rank, timeout=TIMEOUT)
+    try:
+        model = build_causal_model(CONFIG, vocab_size=BYTES)
+        ids = torch.tensor([list(text)])
+        plain = untouched_logits(model, ids)
+        session = enable(model, num_tokens=len(text), parallel=parallel_of(options, tp=ranks))
+        with counted_transport(torch.distributed) as received, session.step({"text": len(text)}) as step:
+            logits = model(ids, position_ids=step.position_ids).logits
+        lengths = torch.tensor([0, len(text)], dtype=torch.int32)
+        own = partition_tokens(lengths, size, split=options.prefill_cp_mode).token_indices[rank]
+        apart = (logits - plain).abs().amax(dim=-1)
+        return Report(
+            int((own >= 0).sum()),
+            session.caches.memory().num_bytes,
+            sum(call.num_bytes for call in received),
+            float(apart.median()),
+            float(apart.max()),
+            float(plain.abs().max()),
+            int((logits.argmax(dim=-1) == plain.argmax(dim=-1)).sum()),
+        )
+    finally:
+        ranks.close()
+
+
+def untouched_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """What the model says before it is enabled; in one go it would hold a number for every head and two tokens."""
+    import transformers
+
+    past = transformers.DynamicCache(config=model.config)
+    return torch.cat([model(part, cache=past, use_cache=True).logits for part in torch.split(ids, CHUNK, dim=1)], dim=1)
+
+
+def show(rows: Sequence[Report], num_tokens: int) -> None:
+    """The table."""
+    try:
+        from rich.box import SIMPLE_HEAD
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError as error:
+        raise ImportError("the table is printed with rich; pip install rich") from error
+    table = Table(title=f"{num_tokens} tokens, {LAYERS} layers", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    columns = ("rank", "tokens", "caches, MB", "received, MB", "apart: median", "most", "of", "same choice")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for rank, row in enumerate(rows):
+        table.add_row(
+            str(rank),
+            str(row.num_tokens),
+            f"{row.cache_bytes / 1e6:.3f}",
+            f"{row.received_bytes / 1e6:.3f}",
+            f"{row.typical:.1e}",
+            f"{row.difference:.1e}",
+            f"{row.largest:.1f}",
+            str(row.same_choices),
+        )
+    console = Console(highlight=False, markup=False)
+    console.print(table)
+    console.print("apart: logits from the untouched model's; of two entries that score alike, either may be chosen")
