@@ -147,9 +147,15 @@ def query_latent(source: Float | Coded, call: Call) -> Float | Coded:
 
 def head_queries(qr: Float | Coded, table: tuple[Float, Float], call: Call) -> Float:
     """The queries of as many heads as the weights have, each normed over its channels, then turned."""
-    flat, head_dim = product(qr, call.weights.wq_b, call), call.kind.config.head_dim
-    heads = flat.reshape(len(flat), flat.shape[1] // head_dim, head_dim)
-    return call.kind.ops.apply_rope(rms_norm(heads, None, call.kind.config.rms_norm_eps), *table)
+    config = call.kind.config
+    # No array of all heads outlives the call that takes it: they are the largest of a layer.
+    heads = rms_norm(by_head(product(qr, call.weights.wq_b, call), config.head_dim), None, config.rms_norm_eps)
+    return call.kind.ops.apply_rope(heads, *table)
+
+
+def by_head(flat: Float, head_dim: int) -> Float:
+    """The same numbers with an axis for heads."""
+    return flat.reshape(len(flat), flat.shape[1] // head_dim, head_dim)
 
 
 def index_queries(qr: Float | Coded, table: tuple[Float, Float], wq_b: Float | QuantizedWeight, call: Call) -> Float:
@@ -157,8 +163,7 @@ def index_queries(qr: Float | Coded, table: tuple[Float, Float], wq_b: Float | Q
     d, ops = call.kind.config.index_head_dim, call.kind.ops
     if not isinstance(wq_b, QuantizedWeight):
         return ops.index_queries(qr, wq_b, *table, index_head_dim=d)
-    flat = product(qr, wq_b, call)
-    return indexer.hadamard(ops.apply_rope(flat.reshape(len(flat), flat.shape[1] // d, d), *table))
+    return indexer.hadamard(ops.apply_rope(by_head(product(qr, wq_b, call), d), *table))
 
 
 def chosen_entries(x: Float, qr: Float | Coded, queries: Queries, cache: LayerCache, call: Call) -> Int32:
@@ -207,8 +212,7 @@ def query_side(
     qr = query_latent(source, call)
     if topk_indices is None:
         topk_indices = chosen_entries(x, qr, queries, cache, call)
-    q = head_queries(qr, queries.table, call)
-    out = attended(q, topk_indices, queries, cache, call)
+    out = attended(head_queries(qr, queries.table, call), topk_indices, queries, cache, call)
     return call.kind.ops.apply_inverse_rope(out, *queries.table), topk_indices
 
 

@@ -23,6 +23,7 @@ from dsacp_npu._tensors import (
     torch,
     values_known,
 )
+from dsacp_npu._tiles import in_blocks
 from dsacp_npu.extents import check_offsets
 from dsacp_npu.partition import counted, requests_of_tokens
 from dsacp_npu.rope import apply_rope, rope_table
@@ -106,12 +107,15 @@ def rms_norm(x: Float, weight: Float | None, eps: float) -> Float:
     check_floats("x", x, (*getattr(x, "shape", ())[:-1], "d"))
     check_int("d", x.shape[-1], 1)
     eps = check_number("eps", eps, at_least=0.0)
-    wide = x.to(computing_dtype(x.dtype))
-    scaled = wide / torch.sqrt((wide * wide).mean(dim=-1, keepdim=True) + eps)
-    if weight is None:
-        return scaled.to(x.dtype)
-    check_floats("weight", weight, (x.shape[-1],), "one weight a channel")
-    return (scaled * weight.to(wide.dtype)).to(x.dtype)
+    if weight is not None:
+        check_floats("weight", weight, (x.shape[-1],), "one weight a channel")
+
+    def normed(rows: Float) -> Float:
+        wide = rows.to(computing_dtype(x.dtype))
+        scaled = wide / torch.sqrt((wide * wide).mean(dim=-1, keepdim=True) + eps)
+        return (scaled if weight is None else scaled * weight.to(wide.dtype)).to(x.dtype)
+
+    return in_blocks(normed, x)
 
 
 def empty_state(weights: CompressorWeights, num_reqs: int, *, num_rows: int | None = None) -> CompressorState:

@@ -33,7 +33,7 @@ from dsacp_npu._tensors import (
     torch,
     values_known,
 )
-from dsacp_npu._tiles import KEY_TILE, whole_tiles
+from dsacp_npu._tiles import KEY_TILE, in_blocks, whole_tiles
 from dsacp_npu.compressor import CompressorState, CompressorWeights, compress, written_state
 from dsacp_npu.extents import check_extents, check_offsets
 from dsacp_npu.paging import block_table_rows, check_writes, slot_mapping, written
@@ -53,9 +53,6 @@ __all__ = [
     "selected_entries",
     "select_qli_",
 ]
-
-
-ROTATED_NUMBERS = 1 << 18  # numbers rotated at a time where memory is a cache
 
 
 class IndexerWeights(NamedTuple):
@@ -81,13 +78,7 @@ def hadamard(x: Float) -> Float:
     if d < 1 or d & (d - 1):
         raise contract_error("x", "have a power of two as its last size", d, "the Sylvester matrix has no other sizes")
     check_floats("x", x, tuple(x.shape))
-    if x.numel() <= ROTATED_NUMBERS or not values_known(x):
-        return rotated(x)
-    rows = x.reshape(-1, d)
-    out, step = torch.empty_like(rows), max(1, ROTATED_NUMBERS // d)
-    for start in range(0, len(rows), step):
-        out[start : start + step] = rotated(rows[start : start + step])
-    return out.reshape(x.shape)
+    return in_blocks(rotated, x)
 
 
 def rotated(x: Float) -> Float:
@@ -110,8 +101,9 @@ def index_queries(qr: Float, wq_b: Float, cos: Float, sin: Float, *, index_head_
     if wq_b.shape[0] % index_head_dim:
         raise contract_error("wq_b", f"have a multiple of {index_head_dim} rows", wq_b.shape[0], "one block a head")
     dtype = computing_dtype(qr.dtype)
-    heads = (qr.to(dtype) @ wq_b.T.to(dtype)).reshape(len(qr), len(wq_b) // index_head_dim, index_head_dim)
-    return hadamard(apply_rope(heads, cos, sin)).to(qr.dtype)
+    shape = (len(qr), len(wq_b) // index_head_dim, index_head_dim)
+    # No array of all heads outlives the call that takes it: they are the largest of a layer with an indexer.
+    return hadamard(apply_rope((qr.to(dtype) @ wq_b.T.to(dtype)).reshape(shape), cos, sin)).to(qr.dtype)
 
 
 def index_head_weights(x: Float, weights_proj: Float, *, index_head_dim: int) -> Float:

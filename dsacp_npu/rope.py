@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from dsacp_npu._tensors import Float, Int32, check_floats, check_tensor, computing_dtype, torch, values_known
+from dsacp_npu._tiles import in_blocks
 from dsacp_ref.spec import check_int, check_number, contract_error
 
 __all__ = ["RopeTable", "apply_inverse_rope", "apply_rope", "rope_frequencies", "rope_table", "yarn_frequencies"]
@@ -112,7 +113,12 @@ def turned(x: Float, cos: Float, sin: Float) -> Float:
         raise contract_error("x", f"have at least {width} channels", x.shape[-1], "the table has one column a pair")
     if width == 0:
         return x.clone()
-    dtype = computing_dtype(x.dtype)
+    return in_blocks(with_turned_pairs, x, cos, sin)
+
+
+def with_turned_pairs(x: Float, cos: Float, sin: Float) -> Float:
+    """The rows, their last pairs rotated."""
+    width, dtype = 2 * cos.shape[1], computing_dtype(x.dtype)
     rows = (x.shape[0],) + (1,) * (x.ndim - 2) + (cos.shape[1],)
     c, s = cos.reshape(rows).to(dtype), sin.reshape(rows).to(dtype)
     plain, pairs = x[..., :-width], x[..., -width:].to(dtype)
