@@ -308,18 +308,15 @@ def needed_tokens(
 
 def halo_of(wanted: list[Int32], partition: Partition) -> Halo:
     """Who has the rows that are wanted, and which these are among all that anyone wants."""
-    asked = torch.zeros(len(partition.restore_indices), dtype=torch.bool)
+    # One place more than tokens, which nobody asks for, is where pad rows look.
+    asked = torch.zeros(len(partition.restore_indices) + 1, dtype=torch.bool)
     for tokens in wanted:
         asked[tokens] = True
     numbers = (asked.cumsum(0) - 1).int()  # of each asked token among them
-    rows = [
-        ((tokens >= 0) & asked[tokens.clamp(min=0)]).nonzero()[:, 0] if len(asked) else tokens.nonzero()[:, 0]
-        for tokens in partition.token_indices
-    ]
+    rows = [asked[tokens].nonzero()[:, 0] for tokens in partition.token_indices]
     mine = tuple(numbers[tokens[at]] for tokens, at in zip(partition.token_indices, rows, strict=True))
-    return Halo(
-        wanted, rows, Partition(mine, inverse_of(torch.cat(mine), int(asked.sum()))), [numbers[t] for t in wanted]
-    )
+    held = Partition(mine, inverse_of(torch.cat(mine), int(asked.sum())))
+    return Halo(wanted, rows, held, [numbers[tokens] for tokens in wanted])
 
 
 def entry_partition(partition: Partition, batch: LayerBatch, compress_ratio: int) -> Partition:

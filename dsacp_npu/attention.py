@@ -1,9 +1,9 @@
 """Mirror of `dsacp_ref.attention` over torch. Runs on the device of its arguments and never waits for it.
 
 Which keys a query sees depends on values. Where they are known, an operator row is computed by dense blocks, its keys
-gathered once a block, and lists are gathered a few queries at a time. Elsewhere every query gathers a list of the width
-that the shapes allow: its window, and its chosen entries or as many as its table has room for; what it does not see is
-zeroed and masked.
+gathered once a block, and lists are gathered a few queries at a time; a block of selections takes whichever costs less.
+Elsewhere every query gathers a list of the width that the shapes allow: its window, and its chosen entries or as many
+as its table has room for; what it does not see is zeroed and masked.
 
 bfloat16 and float16 are computed in float32; ``out`` is rounded once, ``lse`` stays float32. The paged forms and
 `gathered_attention` are for inference: what they give carries no gradients.
@@ -11,7 +11,7 @@ bfloat16 and float16 are computed in float32; ``out`` is rounded once, ``lse`` s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -42,8 +42,12 @@ __all__ = [
     "window_attention",
 ]
 
-QUERY_BLOCK = 32  # queries of one dense block
+QUERY_BLOCK = 32  # queries of one dense block, if their heads are few
+HEAD_BLOCK = 1024  # heads of all its queries: their scores stay in the cache until they are used
 KEY_BLOCK = 1024  # keys of one dense block
+# What it costs to gather one key, counted in heads that meet a key which is there already. Measured with one thread,
+# float32 and head_dim 512: blocks break even at 10 to 12 with 4, 8 and 16 heads, and at about 5 with 64.
+GATHER_COST = 8
 TAKEN_NUMBERS = 1 << 20  # numbers taken at a time where lists are known: they stay in the cache until they are used
 LISTED_NUMBERS = 1 << 18  # slots looked up at a time there
 GATHERED_NUMBERS = 1 << 24  # numbers gathered at a time elsewhere: few blocks, or a traced program grows long
@@ -85,7 +89,7 @@ def gathered_from(
     out = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[:2], dtype=computing_dtype(q.dtype))
     if values_known(q, *caches):
-        fill_from_lists(out, lse, caches, lists_of, widest, q, attn_sink, softmax_scale)
+        fill_from_lists(out, lse, caches, lists_of, slice(0, num_queries), widest, q, attn_sink, softmax_scale)
         return AttentionOutput(out, lse)
     step = max(1, GATHERED_NUMBERS // max(1, widest * head_dim))
     for start in range(0, num_queries, step):
@@ -101,18 +105,19 @@ def fill_from_lists(
     lse: Float,
     caches: list[Float],
     lists_of: Lists,
+    span: slice,
     widest: int,
     q: Float,
     attn_sink: Float | None,
     softmax_scale: float,
 ) -> None:
-    """The same with few rows at a time, taken into one buffer, and what no list names left out. On the host."""
+    """The same for a span of queries, few rows at a time in one buffer; what no list names is left out. On the host."""
     listed = max(1, LISTED_NUMBERS // max(1, widest))
     step = max(1, TAKEN_NUMBERS // max(1, widest * q.shape[2]))
-    buffer = q.new_empty(min(step, len(q)) * widest * q.shape[2])
+    buffer = q.new_empty(min(step, span.stop - span.start) * widest * q.shape[2])
     flat = [flat_cache(cache) for cache in caches]
-    for start in range(0, len(q), listed):
-        lists = lists_of(slice(start, start + listed))
+    for start in range(span.start, span.stop, listed):
+        lists = lists_of(slice(start, min(start + listed, span.stop)))
         complete = not any(bool((slots < 0).any()) for slots in lists)
         for first in range(0, len(lists[0]), step):
             mine, absent = [slots[first : first + step] for slots in lists], None
@@ -271,16 +276,10 @@ def selected_attention(
     check_table("cmp_block_table", cmp_block_table, seqused_kv)
     check_topk(topk_indices, visible_entries(positions, compress_ratio))
     window = window_side(positions, swa_cache, swa_block_table, window_size)
-    rows = query_rows(cu_seqlens_q, num_rows=len(q))
-
-    def lists_of(block: slice) -> list[Int32]:
-        chosen = slot_mapping(topk_indices[block], rows[block], cmp_block_table, cmp_cache.shape[1])
-        lists = [side_slots(window, rows, block), chosen]
-        for slots, cache in zip(lists, (swa_cache, cmp_cache), strict=True):
-            check_slots(slots, cache.shape[0] * cache.shape[1])
-        return lists
-
-    widest = window.width + topk_indices.shape[1]
+    selection = Selection(cmp_cache, cmp_block_table, topk_indices, query_rows(cu_seqlens_q, num_rows=len(q)))
+    if values_known(q, swa_cache, cmp_cache, topk_indices, positions, cu_seqlens_q):
+        return chosen_attention(q, positions, cu_seqlens_q, window, selection, attn_sink, softmax_scale)
+    lists_of, widest = selection_lists(window, selection)
     return gathered_from([swa_cache, cmp_cache], lists_of, widest, q, attn_sink, softmax_scale)
 
 
@@ -357,6 +356,97 @@ def side_slots(side: Side, rows: Int32, block: slice) -> Int32:
     return slot_mapping(wanted, rows[block], side.block_table, side.cache.shape[1])
 
 
+class Selection(NamedTuple):
+    """A paged cache, and the logical rows that each query chose of it, -1 for none."""
+
+    cache: Float
+    block_table: Int32
+    chosen: Int32
+    rows: Int32  # the operator row of each query
+
+
+def selection_slots(selection: Selection, block: slice) -> Int32:
+    """The slots of all that a block of queries chose, -1 for none."""
+    cache, block_table, chosen, rows = selection
+    slots = slot_mapping(chosen[block], rows[block], block_table, cache.shape[1])
+    check_slots(slots, cache.shape[0] * cache.shape[1])
+    return slots
+
+
+def selection_lists(window: Side, selection: Selection) -> tuple[Lists, int]:
+    """The lists of each query's window and of its selection, and how many slots they have together."""
+
+    def lists_of(block: slice) -> list[Int32]:
+        near = side_slots(window, selection.rows, block)
+        chosen = selection_slots(selection, block)
+        check_slots(near, window.cache.shape[0] * window.cache.shape[1])
+        return [near, chosen]
+
+    return lists_of, window.width + selection.chosen.shape[1]
+
+
+def chosen_attention(
+    q: Float,
+    positions: Int32,
+    cu_seqlens_q: Int32,
+    window: Side,
+    selection: Selection,
+    attn_sink: Float,
+    softmax_scale: float,
+) -> AttentionOutput:
+    """Attention over windows and selections, by dense blocks where they cost less than lists. On the host."""
+    q = q.detach()
+    # Strides that rows cannot be taken from are copied here, once, rather than in every block.
+    caches = [flat_cache(cache.detach()).view(cache.shape) for cache in (window.cache, selection.cache)]
+    window, selection = window._replace(cache=caches[0]), selection._replace(cache=caches[1])
+    out = q.new_empty(q.shape)
+    lse = q.new_empty(q.shape[:2], dtype=computing_dtype(q.dtype))
+    lists_of, widest = selection_lists(window, selection)
+
+    def fill(start: int, stop: int) -> None:
+        fill_from_lists(out, lse, caches, lists_of, slice(start, stop), widest, q, attn_sink, softmax_scale)
+
+    done = 0
+    for row, block in query_blocks(positions, cu_seqlens_q, q.shape[1]):
+        if block.stop - block.start == 1:
+            continue  # shares with nobody: a decode step need not find out what it costs
+        shared = entries_in_common(selection.chosen[block])
+        if not sharing_pays(window, shared, block, q.shape[1]):
+            continue
+        fill(done, block.start)
+        pieces = range_pieces(window, row, block) + entry_pieces(selection, shared, block)
+        out[block], lse[block] = dense_block(q[block], pieces, attn_sink, softmax_scale)
+        done = block.stop
+    fill(done, len(q))
+    return AttentionOutput(out, lse)
+
+
+class Common(NamedTuple):
+    """The entries that a block of queries chose together."""
+
+    named: torch.Tensor  # [num_entries + 1] which they are; the last place stands for -1, and is not among them
+    size: int
+    most: int  # no query chose more
+
+
+def entries_in_common(chosen: Int32) -> Common:
+    """Where the selections [t, index_topk] of a block of queries meet."""
+    most = int((chosen >= 0).sum(dim=1).max())
+    named = torch.zeros(int(chosen.max()) + 2 if most else 1, dtype=torch.bool)
+    named[chosen.flatten()] = True
+    named[-1] = False
+    return Common(named, int(named.sum()), most)
+
+
+def sharing_pays(window: Side, shared: Common, block: slice, num_heads: int) -> bool:
+    """Whether it costs less that all queries of a block meet all its keys than that each gathers its own."""
+    first, last = block.start, block.stop - 1
+    num_queries: int = last - first + 1
+    in_common = int(window.ends[last] - window.starts[first]) + shared.size
+    own = int(window.ends[last] - window.starts[last]) + shared.most
+    return in_common * (num_queries * num_heads + GATHER_COST) < own * num_queries * (num_heads + GATHER_COST)
+
+
 def ranged_attention(
     q: Float, positions: Int32, cu_seqlens_q: Int32, sides: list[Side], attn_sink: Float, softmax_scale: float
 ) -> AttentionOutput:
@@ -383,54 +473,88 @@ def dense_attention(
     out = q.new_empty(q.shape)
     lse = q.new_full(q.shape[:2], -torch.inf, dtype=computing_dtype(q.dtype))
     out[positions < 0] = 0  # queries of no row, or of one without keys; blocks write all others
-    for row, (start, stop) in enumerate(pairwise(cu_seqlens_q.tolist())):
-        if start == stop or positions[start] < 0:
-            continue
-        for first in range(start, stop, QUERY_BLOCK):
-            block = slice(first, min(first + QUERY_BLOCK, stop))
-            out[block], lse[block] = dense_block(q[block], sides, row, block, attn_sink, softmax_scale)
+    for row, block in query_blocks(positions, cu_seqlens_q, q.shape[1]):
+        pieces = [piece for side in sides for piece in range_pieces(side, row, block)]
+        out[block], lse[block] = dense_block(q[block], pieces, attn_sink, softmax_scale)
     return AttentionOutput(out, lse)
 
 
-def dense_block(
-    q: Float, sides: list[Side], row: int, block: slice, attn_sink: Float, softmax_scale: float
-) -> tuple[Float, Float]:
-    """Output and lse of a block of queries of one operator row; wide."""
+def query_blocks(positions: Int32, cu_seqlens_q: Int32, num_heads: int) -> Iterator[tuple[int, slice]]:
+    """The blocks of consecutive queries of each operator row that has keys, after the row's number."""
+    size = min(QUERY_BLOCK, max(1, HEAD_BLOCK // num_heads))
+    for row, (start, stop) in enumerate(pairwise(cu_seqlens_q.tolist())):
+        if start == stop or positions[start] < 0:
+            continue
+        for first in range(start, stop, size):
+            yield row, slice(first, min(first + size, stop))
+
+
+class Piece(NamedTuple):
+    """Rows of one cache that a block of queries has in common."""
+
+    cache: Float
+    slots: Int32  # [n]
+    hidden: torch.Tensor  # [t, n] what each query does not see
+
+
+def range_pieces(side: Side, row: int, block: slice) -> list[Piece]:
+    """All that a block of queries of one operator row sees of a side, in pieces of few keys."""
+    pieces = []
+    start, end = int(side.starts[block.start]), int(side.ends[block.stop - 1])
+    for first in range(start, end, KEY_BLOCK):
+        logical = counted(min(KEY_BLOCK, end - first), side.block_table) + first
+        slots = slot_mapping(logical, torch.full_like(logical, row), side.block_table, side.cache.shape[1])
+        hidden = (logical < side.starts[block, None]) | (logical >= side.ends[block, None])
+        pieces.append(Piece(side.cache, slots, hidden))
+    return pieces
+
+
+def entry_pieces(selection: Selection, shared: Common, block: slice) -> list[Piece]:
+    """All that a block of queries chose, in pieces of few keys."""
+    chosen = selection.chosen[block]
+    # One column more than there are entries: what is -1 goes there.
+    columns = (shared.named.cumsum(dim=0) - 1)[chosen].masked_fill(chosen < 0, shared.size)
+    slots = torch.empty(shared.size + 1, dtype=torch.int32)
+    slots[columns] = selection_slots(selection, block)
+    hidden = torch.ones(len(chosen), shared.size + 1, dtype=torch.bool).scatter_(1, columns, False)
+    starts = range(0, shared.size, KEY_BLOCK)
+    parts = [slice(start, min(start + KEY_BLOCK, shared.size)) for start in starts]
+    return [Piece(selection.cache, slots[part], hidden[:, part]) for part in parts]
+
+
+def dense_block(q: Float, pieces: list[Piece], attn_sink: Float, softmax_scale: float) -> tuple[Float, Float]:
+    """Output and lse of a block of queries over pieces of keys that they have in common; wide."""
     q = q.to(computing_dtype(q.dtype))
-    ranges = []
-    for side in sides:
-        start, end = int(side.starts[block.start]), int(side.ends[block.stop - 1])
-        ranges += [(side, low, min(low + KEY_BLOCK, end)) for low in range(start, end, KEY_BLOCK)]
     # The window joins the first entries: most layers then need one product and no merge.
-    joined, others = ranges[:2], ranges[2:]
+    joined, others = pieces[:2], pieces[2:]
     if not others:
-        return block_attention(q, *dense_keys(joined, row, block, q.dtype), attn_sink, softmax_scale)
+        return block_attention(q, *dense_keys(joined, q.dtype), attn_sink, softmax_scale)
     partials = []
     for group in (joined, *([each] for each in others)):
-        partials.append(block_attention(q, *dense_keys(group, row, block, q.dtype), None, softmax_scale))
+        partials.append(block_attention(q, *dense_keys(group, q.dtype), None, softmax_scale))
     out, lse = merge_partials(*map(torch.stack, zip(*partials, strict=True)))
     return apply_sink(out, lse, attn_sink.detach()), lse
 
 
-def dense_keys(
-    ranges: list[tuple[Side, int, int]], row: int, block: slice, dtype: torch.dtype
-) -> tuple[Float, torch.Tensor]:
-    """The rows of one request in these ranges [n, D], and what each query of the block does not see [t, n]."""
-    keys, hidden = [], []
-    for side, first, last in ranges:
-        logical = counted(last - first, side.block_table) + first
-        requests = torch.full_like(logical, row)
-        slots = slot_mapping(logical, requests, side.block_table, side.cache.shape[1])
-        keys.append(gathered_rows(side.cache.detach(), slots))
-        hidden.append((logical < side.starts[block, None]) | (logical >= side.ends[block, None]))
-    return torch.cat(keys).to(dtype), torch.cat(hidden, dim=1)
+def dense_keys(pieces: list[Piece], dtype: torch.dtype) -> tuple[Float, torch.Tensor]:
+    """The rows of these pieces [n, D], and what each query of the block does not see [t, n]."""
+    hidden = torch.cat([piece.hidden for piece in pieces], dim=1)
+    keys = pieces[0].cache.new_empty(hidden.shape[1], pieces[0].cache.shape[2])
+    first = 0
+    for cache, slots, _ in pieces:
+        check_slots(slots, cache.shape[0] * cache.shape[1])
+        torch.index_select(flat_cache(cache.detach()), 0, slots, out=keys[first : first + len(slots)])
+        first += len(slots)
+    return keys.to(dtype), hidden
 
 
 def block_attention(
     q: Float, keys: Float, hidden: torch.Tensor, attn_sink: Float | None, softmax_scale: float
 ) -> tuple[Float, Float]:
     """Attention of a block of queries over keys they have in common, some hidden from some."""
-    bad = ~keys.isfinite().all(dim=1)
+    # A row with an inf or NaN has no finite sum, and one look at sums costs less than one at all numbers. A sum that
+    # merely overflows takes the longer way to the same result.
+    bad = ~keys.sum(dim=1).isfinite()
     if not (bad.any() and hidden.any()):
         return attended(q, keys, hidden, attn_sink, softmax_scale)
     # A hidden NaN would reach every query of the block as 0 * NaN. Without it the others keep their bits, and those

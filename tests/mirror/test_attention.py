@@ -38,6 +38,11 @@ from tests.strategies import read_only
 DTYPES = st.sampled_from(list(TORCH_DTYPES))
 FORMS = {"window": "window_attention", "all_entries": "all_entries_attention", "selected": "selected_attention"}
 every_form = pytest.mark.parametrize("form", FORMS)
+COSTS = {
+    "lists": 0,
+    "blocks": 10**9,
+}  # of gathering a key: no block of selections is dense, or all that share a key are
+at_both_costs = pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)
 on_both = pytest.mark.parametrize("on_a_device", [False, True], ids=["known values", "unknown values"])
 
 
@@ -59,6 +64,16 @@ def wide(dtype: str) -> str:
 def unread(on_a_device: bool):
     """Values cannot be read, as on a device."""
     return patch("dsacp_npu._tensors.readable", lambda tensor: not on_a_device)
+
+
+def gathering_costs(cost: int):
+    """What a block of selections weighs its path with."""
+    return patch("dsacp_npu.attention.GATHER_COST", cost)
+
+
+def dense_blocks():
+    """Notes the dense blocks that are computed."""
+    return patch("dsacp_npu.attention.dense_block", wraps=dsacp_npu.attention.dense_block)
 
 
 def rounded(result: Any, dtype: str) -> ref.AttentionOutput:
@@ -132,6 +147,13 @@ def test_all_entries_attention_mirrors(typed, on_a_device) -> None:
 @given(typed_calls(), st.booleans())
 def test_selected_attention_mirrors(typed, on_a_device) -> None:
     assert_form_mirrors(typed[0], "selected", typed[1], on_a_device)
+
+
+@fewer
+@given(typed_calls(), st.sampled_from(list(COSTS.values())))
+def test_selected_attention_mirrors_on_either_path(typed, cost) -> None:
+    with gathering_costs(cost):
+        assert_form_mirrors(typed[0], "selected", typed[1], False)
 
 
 @given(seeds, st.integers(0, 4), st.integers(0, 6), st.integers(0, 5), DTYPES, st.booleans())
@@ -210,16 +232,173 @@ def test_what_is_no_number_reaches_only_those_that_see_it(form, value, on_a_devi
     assert np.isfinite(want.out).any()
 
 
-@every_form
-def test_the_size_of_blocks_changes_nothing_but_rounding(form, monkeypatch) -> None:
-    """Several blocks of queries and of keys, several lists; and the same with values unknown."""
-    lists = [key_rows(HERE, form, query) for query in range(len(HERE.q))]
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks of queries and of keys, several lists."""
     sizes = {"QUERY_BLOCK": 4, "KEY_BLOCK": 3, "TAKEN_NUMBERS": 100, "LISTED_NUMBERS": 40, "GATHERED_NUMBERS": 200}
     for name, size in sizes.items():
         monkeypatch.setattr(dsacp_npu.attention, name, size)
+
+
+@every_form
+def test_the_size_of_blocks_changes_nothing_but_rounding(form, monkeypatch) -> None:
+    """And the same with values unknown."""
+    lists = [key_rows(HERE, form, query) for query in range(len(HERE.q))]
+    small_blocks(monkeypatch)
     for on_a_device in (False, True):
         with unread(on_a_device):
             assert_attention_mirrors(form_case(HERE, form), "float64", lists, HERE.sink)
+
+
+# Selections by dense blocks or by lists.
+
+# Four queries at positions 4 to 7, a window of one, every entry visible to all.
+FOUR = call_of(np.random.default_rng(0), [(4, 8)], ratio=1, window=1, num_heads=3, head_dim=6)
+
+
+def choosing(call: Call, *lists: list[int]) -> Call:
+    """The call with these selections."""
+    return call._replace(topk=read_only(np.array(lists, np.int32)))
+
+
+def assert_selects_like_the_reference(call: Call) -> None:
+    """In float64."""
+    assert_attention_mirrors(form_case(call, "selected"), "float64", [])
+
+
+@pytest.mark.parametrize(
+    ("lists", "break_even"),
+    [
+        # In common 4 + 3 keys, own 1 + 3: 7 * (4 * 3 + cost) = 4 * 4 * (3 + cost).
+        ([[0, 1, 2], [2, 0, 1], [0, 1, 2], [1, 0, 2]], 4),
+        # In common 4 + 4, own 1 + 3, -1 anywhere: 8 * (12 + cost) = 16 * (3 + cost).
+        ([[-1, 1, -1, 2], [3, 0, -1, 1], [-1, -1, -1, -1], [1, -1, 0, 2]], 6),
+    ],
+)
+def test_a_block_is_dense_where_that_costs_less(lists, break_even) -> None:
+    call = choosing(FOUR, *lists)
+    for cost in (break_even - 1, break_even, break_even + 1):
+        with gathering_costs(cost), dense_blocks() as dense:
+            assert_selects_like_the_reference(call)
+        assert dense.call_count == (cost > break_even)
+
+
+@pytest.mark.parametrize(("head_block", "sizes"), [(1024, [32, 32, 32, 4]), (160, [20] * 5)])
+def test_blocks_are_dense_where_all_that_is_visible_is_chosen(head_block, sizes, monkeypatch) -> None:
+    """There a dense block meets no key in vain but those of its window. Many heads make it short."""
+    monkeypatch.setattr(dsacp_npu.attention, "HEAD_BLOCK", head_block)
+    call = call_of(np.random.default_rng(0), [(100, 100)], ratio=4, window=64, num_heads=8, index_topk=25)
+    lists = [[entry if entry < (query + 1) // 4 else -1 for entry in range(25)] for query in range(100)]
+    with dense_blocks() as dense:
+        assert_selects_like_the_reference(choosing(call, *lists))
+    assert [len(each.args[0]) for each in dense.call_args_list] == sizes
+
+
+def test_more_heads_than_a_block_may_have(monkeypatch) -> None:
+    """Each query is a block then, of every form."""
+    monkeypatch.setattr(dsacp_npu.attention, "HEAD_BLOCK", 2)
+    for form in FORMS:
+        with dense_blocks() as dense:
+            assert_form_mirrors(HERE, form, "float64", False)
+        with_keys = sum(place is not None for place in HERE.places)
+        assert dense.call_count == (0 if form == "selected" else with_keys)
+
+
+def test_queries_that_share_no_key_are_not_a_dense_block() -> None:
+    """However much gathering costs; a query alone is not even asked about."""
+    apart = choosing(FOUR, [0, -1], [-1, 3], [2, -1], [-1, 5])
+    alone = call_of(np.random.default_rng(0), [(1, 8), (1, 12), (0, 0), (1, 3)], ratio=2, window=5)
+    for call, asked in ((apart, 1), (alone, 0)):
+        with (
+            gathering_costs(10**9),
+            dense_blocks() as dense,
+            patch("dsacp_npu.attention.sharing_pays", wraps=dsacp_npu.attention.sharing_pays) as asking,
+        ):
+            assert_selects_like_the_reference(call)
+        assert (dense.call_count, asking.call_count) == (0, asked)
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+def test_dense_blocks_and_lists_may_take_turns(turn, monkeypatch) -> None:
+    """Spans of lists before, between and behind dense blocks, with queries of no row and rows without keys."""
+    rows = [(6, 20), (2, 0), (9, 9), (0, 5), (1, 12), (7, 30)]
+    call = call_of(np.random.default_rng(1), rows, ratio=2, window=5, beyond=2, num_heads=3, head_dim=6)
+    small_blocks(monkeypatch)
+    turns = [(number + turn) % 2 == 0 for number in range(6)]  # 2, 3 and 2 blocks, of which one is a query alone
+    monkeypatch.setattr(dsacp_npu.attention, "sharing_pays", lambda *args: turns.pop())
+    spans = []
+
+    def filled(*args: Any) -> None:
+        spans.append(args[4])
+        fill_from_lists(*args)
+
+    fill_from_lists = dsacp_npu.attention.fill_from_lists
+    monkeypatch.setattr(dsacp_npu.attention, "fill_from_lists", filled)
+    with dense_blocks() as dense:
+        assert_selects_like_the_reference(call)
+    assert turns == []
+    # No query is computed twice.
+    by_lists = sum(span.stop - span.start for span in spans)
+    assert by_lists + sum(len(each.args[0]) for each in dense.call_args_list) == len(call.q)
+
+
+@at_both_costs
+@pytest.mark.parametrize("width", [0, 2])
+def test_nothing_may_be_chosen(width, cost) -> None:
+    """The window is all there is then."""
+    with gathering_costs(cost):
+        assert_selects_like_the_reference(choosing(FOUR._replace(window=3), *[[-1] * width] * 4))
+
+
+@at_both_costs
+def test_a_nan_reaches_only_those_that_chose_it(cost, monkeypatch) -> None:
+    """Not those of the same block that see it as well."""
+    chosen = choosing(FOUR, [0, 1, 4], [1, 2, -1], [3, 0, -1], [-1, 2, 1])
+    for key_block in (1024, 2):
+        monkeypatch.setattr(dsacp_npu.attention, "KEY_BLOCK", key_block)
+        for entry, struck in ((3, [2]), (2, [1, 3]), (5, [])):
+            entries = [FOUR.entries[0].copy()]
+            entries[0][entry, 1] = np.nan
+            call = form_case(with_rows(chosen, None, entries), "selected")
+            with gathering_costs(cost), dense_blocks() as dense:
+                got = dsacp_npu.attention.selected_attention(*to_torch(call.args), **call.kwargs)
+            assert dense.called == (cost > 0)
+            for part in got:
+                bad = part.isnan().flatten(1)
+                assert bad.any(dim=1).nonzero().flatten().tolist() == struck
+            want = ref.selected_attention(*call.args, **call.kwargs)
+            compare_floats(got, want, want, "selected")
+
+
+@at_both_costs
+def test_blocks_that_nobody_chose_from_are_not_looked_up(cost) -> None:
+    """A table may hold anything there, though the entries are visible."""
+    changed = FOUR.cmp.table.copy()
+    changed[0, 1] = -7  # entries 3 to 5
+    call = choosing(FOUR._replace(cmp=FOUR.cmp._replace(table=read_only(changed))), [0, 2], [1, 0], [2, 6], [0, 7])
+    with gathering_costs(cost):
+        assert_selects_like_the_reference(call)
+
+
+def test_the_cost_of_gathering_is_nothing_to_unknown_values() -> None:
+    """Every query gathers its own list there."""
+    call = form_case(HERE, "selected")
+    results = []
+    for cost in COSTS.values():
+        with gathering_costs(cost), unread(True), dense_blocks() as dense:
+            results.append(dsacp_npu.attention.selected_attention(*to_torch(call.args), **call.kwargs))
+        assert not dense.called
+    assert_same(*results)
+
+
+@every_form
+def test_keys_whose_sum_overflows_are_numbers(form) -> None:
+    """Every number of a row is finite, the sum of the row is not."""
+    rng = np.random.default_rng(0)
+    large = [[rng.uniform(4e307, 8e307, rows.shape) for rows in side] for side in (HERE.raw, HERE.entries)]
+    call = with_rows(HERE._replace(q=read_only(HERE.q * 1e-307)), *large)
+    with gathering_costs(10**9), dense_blocks() as dense:
+        assert_form_mirrors(call, form, "float64", False)
+    assert dense.called
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -303,9 +482,10 @@ def test_working_memory_stays_small_beside_the_output(form, on_a_device, monkeyp
     sizes = {"ratio": 4, "window": 16, "num_heads": 8, "head_dim": 8, "index_topk": 8}
     call = form_case(call_of(np.random.default_rng(0), [(400, 500)], **sizes), form)
     args = to_torch(call.args)
-    with unread(on_a_device), Largest(call.args[0].shape) as largest:
-        functions("attention", call.function)[1](*args, **call.kwargs)
-    assert 0 < largest.size <= 6000
+    for cost in COSTS.values():
+        with gathering_costs(cost), unread(on_a_device), Largest(call.args[0].shape) as largest:
+            functions("attention", call.function)[1](*args, **call.kwargs)
+        assert 0 < largest.size <= 6000
 
 
 # Refusals, and runs without values.
@@ -388,6 +568,13 @@ REFUSED = [
 @pytest.mark.parametrize("bad", REFUSED, ids=lambda bad: bad.function)
 def test_refusals_mirror(bad: Case) -> None:
     assert_refusal_mirrors("attention", bad)
+
+
+@at_both_costs
+@pytest.mark.parametrize("bad", [bad for bad in REFUSED if bad.function == "selected_attention"])
+def test_refusals_of_selections_mirror_on_either_path(bad: Case, cost) -> None:
+    with gathering_costs(cost):
+        assert_refusal_mirrors("attention", bad)
 
 
 @given(calls(dtype=np.float64), seeds)
