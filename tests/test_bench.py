@@ -74,32 +74,36 @@ def test_processes_give_one_devices_rows_and_receive_what_was_counted() -> None:
 
 
 def test_a_line_compares_the_runs_of_one_round() -> None:
-    """Time to the last rank, memory of the neediest, the farthest output."""
+    """Time to the last rank, the farthest output."""
     output = torch.ones(4, 2)
     alone = [Run([Measured(8.0, 7.0, 1000, 0)], output), Run([Measured(6.0, 6.0, 1000, 0)], output)]
     runs = [
         Run([Measured(4.0, 3.0, 500, 10_000), Measured(2.0, 3.5, 600, 20_000)], output + 0.5),
         Run([Measured(2.0, 2.0, 500, 10_000), Measured(1.0, 1.0, 600, 20_000)], output),
     ]
-    words = bench_ranks.line(alone, runs, Task(8192, 4, Cut("zigzag", "scattered", "replicated_weight"))).split()
+    task = Task(8192, 4, Cut("zigzag", "scattered", "replicated_weight"))
+    words = bench_ranks.line(alone, runs, task, 0.6).split()
     assert words == "3.00 2.50 (2.00 to 3.00) 2.50 0.60 0.02 1.113 1.000 5e-01".split()
 
 
 def test_a_table_puts_every_cut_beside_one_process(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    order: list[Cut | None] = []
+    order: list[tuple[Cut | None, bool]] = []
 
     def made(task: Task) -> Run:
-        order.append(task.cut)
-        return Run([Measured(1.0, 1.0, 10, 0)] * task.cp_size, torch.ones(2, 2))
+        order.append((task.cut, task.returned))
+        peaks = [1000] if task.cut is None else [300, 420]
+        return Run([Measured(1.0, 1.0, peak, 0) for peak in peaks], torch.ones(2, 2))
 
     monkeypatch.setattr(bench_ranks, "run_of", made)
     bench_ranks.table(8192, 1, 2)
-    assert order == [None, *CUTS, None, *CUTS]
+    round_ = [None, *CUTS]
+    assert order == [(cut, False) for cut in [*round_, *round_]] + [(cut, True) for cut in round_]
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 + len(CUTS)
     assert "one process: 1.00 s" in lines[0]
+    assert all(" 0.42 " in line for line in lines[1:])
 
 
 def test_a_process_that_ends_is_named() -> None:

@@ -32,6 +32,7 @@ RATIOS = (1, 4, 128)
 RANKS = 2
 WARM_UP = 512  # tokens
 PATIENCE, GRACE = 1800.0, 10.0  # seconds for a process to get ready or to make its step, and to end
+M_MMAP_THRESHOLD, RETURNED_FROM = -3, 1 << 20  # glibc's name for it, and the bytes from which it counts
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -61,6 +62,7 @@ class Task(NamedTuple):
     compress_ratio: int
     cut: Cut | None
     config: AttentionConfig = CONFIG
+    returned: bool = False  # freed memory goes back to the system at once: slower, but the peak is of what is in use
 
     @property
     def cp_size(self) -> int:
@@ -121,7 +123,9 @@ def ranks(tokens: int, repeats: int) -> None:
     print(f"a layer in {RANKS} processes against one, one thread each, gloo, gather_compressed; float32, one prompt")
     print(f"  {sizes}, {output}, {index}; {rounds} runs of all in turns; torch {torch.__version__}")
     print(f"  load {os.getloadavg()[0]:.1f} before the first run; {os.cpu_count()} cores")
-    print("  busy: speed-up by the processor time of the busiest rank; memory: its peak in the step, over one process")
+    print("  busy: speed-up by the processor time of the busiest rank")
+    print("  memory: peak in the step of the rank that needs most, over one process; of one more run each, in which")
+    print("  freed memory goes back at once")
     print("  MB in: what a rank receives; keys, scores: of the busiest rank over the mean")
     print("  apart: largest difference of the outputs, over the largest output")
     for num_tokens in (tokens, 2 * tokens):
@@ -138,20 +142,20 @@ def table(num_tokens: int, ratio: int, rounds: int) -> None:
         alone.append(run_of(one))
         for runs, task in zip(over, cuts, strict=True):
             runs.append(run_of(task))
-    seconds, peak = median(run.seconds for run in alone), median(run.peak_bytes for run in alone)
+    peak, *peaks = (run_of(task._replace(returned=True)).peak_bytes for task in (one, *cuts))
+    seconds = median(run.seconds for run in alone)
     name = f"ratio {ratio}, {num_tokens} tokens; one process: {seconds:.2f} s, {peak / 1e6:.0f} MB"
     print(f"  {name:60s}s{'speed-up':>22s}   busy  memory     MB in    keys  scores    apart")
-    for runs, task in zip(over, cuts, strict=True):
-        print(f"    {task.cut!s:50s}  {line(alone, runs, task)}", flush=True)
+    for runs, task, most in zip(over, cuts, peaks, strict=True):
+        print(f"    {task.cut!s:50s}  {line(alone, runs, task, most / peak)}", flush=True)
 
 
-def line(alone: Sequence[Run], runs: Sequence[Run], task: Task) -> str:
+def line(alone: Sequence[Run], runs: Sequence[Run], task: Task, memory: float) -> str:
     """What one cut gives beside one process."""
     pairs = list(zip(alone, runs, strict=True))
     ratios = [one.seconds / run.seconds for one, run in pairs]
     busy = median(one.busy / run.busy for one, run in pairs)
     far = max(float((run.output - one.output).abs().max() / one.output.abs().max()) for one, run in pairs)
-    memory = median(run.peak_bytes for run in runs) / median(run.peak_bytes for run in alone)
     received = max(rank.received_bytes for rank in runs[0].ranks)
     keys, scores = evenness(task)
     return (
@@ -248,6 +252,8 @@ class Inputs(NamedTuple):
 def work(pipe: Connection, directory: str, task: Task, rank: int) -> None:
     """Meet the others, warm up, and on a sign make the step."""
     torch.set_num_threads(1)
+    if task.returned and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(M_MMAP_THRESHOLD, RETURNED_FROM)
     group = distributed.connect(f"file://{directory}/meeting", task.cp_size, rank, timeout=PATIENCE)
     try:
         step(inputs_of(task._replace(num_tokens=WARM_UP), rank), task, group)

@@ -135,7 +135,7 @@ def rank_report(meeting: str, size: int, rank: int, text: bytes, options: Parall
         model = build_causal_model(CONFIG, vocab_size=BYTES)
         ids = torch.tensor([list(text)])
         plain = untouched_logits(model, ids)
-        session = enable(model, num_tokens=len(text), parallel=parallel_of(options, tp=ranks))
+        session = enable(model, num_tokens=len(text), max_requests=1, parallel=parallel_of(options, tp=ranks))
         with counted_transport(torch.distributed) as received, session.step({"text": len(text)}) as step:
             logits = model(ids, position_ids=step.position_ids).logits
         lengths = torch.tensor([0, len(text)], dtype=torch.int32)

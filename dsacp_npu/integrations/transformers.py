@@ -2,7 +2,7 @@
 
 ::
 
-    session = enable(model, num_tokens=4096, max_requests=8)
+    session = enable(model)                                              # caches for 4096 tokens of 8 requests
     with torch.no_grad(), session.step({"a": 100, "b": 7}) as step:      # 107 new tokens of two requests, end to end
         logits = model(input_ids=stream, position_ids=step.position_ids).logits
     model.generate(prompt, do_sample=False)                              # one sequence needs no step
@@ -192,8 +192,8 @@ class Session(NotCopied):
 def enable(
     model: Any,
     *,
-    num_tokens: int,
-    max_requests: int = 1,
+    num_tokens: int = 4096,
+    max_requests: int = 8,
     parallel: Parallel | None = None,
     backend: Backend | None = None,
     block_size: int = 128,
@@ -205,7 +205,8 @@ def enable(
 
     Args:
         model: DeepseekV4ForCausalLM or DeepseekV4Model, in eval mode when it is called.
-        num_tokens, max_requests, block_size, cmp_block_size, spare_rows, int8_index_cache: of the caches, see `Caches`.
+        num_tokens, max_requests: of the caches, see `Caches`: a step that does not fit is refused, and says so.
+        block_size, cmp_block_size, spare_rows, int8_index_cache: of the caches too.
         parallel: how the attention is split; None is one rank.
         backend: other functions than torch's, see `dsacp_npu.backend`.
 
