@@ -39,13 +39,13 @@ FILE_DTYPES = {
 }
 
 # Our name of a weight -> its key inside an attention block: the checkpoint's, then transformers'.
-_POOL = {
+POOL = {
     "wkv": ("wkv.weight", "kv_proj.weight"),
     "wgate": ("wgate.weight", "gate_proj.weight"),
     "ape": ("ape", "position_bias"),
     "norm_weight": ("norm.weight", "kv_norm.weight"),
 }
-_KEYS = {
+KEYS = {
     "wq_a": ("wq_a.weight", "q_a_proj.weight"),
     "q_norm": ("q_norm.weight", "q_a_norm.weight"),
     "wq_b": ("wq_b.weight", "q_b_proj.weight"),
@@ -54,12 +54,12 @@ _KEYS = {
     "attn_sink": ("attn_sink", "sinks"),
     "wo_a": ("wo_a.weight", "o_a_proj.weight"),
     "wo_b": ("wo_b.weight", "o_b_proj.weight"),
-    **{f"compressor.{ours}": (f"compressor.{own}", f"compressor.{hf}") for ours, (own, hf) in _POOL.items()},
+    **{f"compressor.{ours}": (f"compressor.{own}", f"compressor.{hf}") for ours, (own, hf) in POOL.items()},
     "indexer.wq_b": ("indexer.wq_b.weight", "compressor.indexer.q_b_proj.weight"),
     "indexer.weights_proj": ("indexer.weights_proj.weight", "compressor.indexer.scorer.weights_proj.weight"),
     **{
         f"indexer.compressor.{ours}": (f"indexer.compressor.{own}", f"compressor.indexer.{hf}")
-        for ours, (own, hf) in _POOL.items()
+        for ours, (own, hf) in POOL.items()
     },
 }
 
@@ -152,7 +152,7 @@ class Faults:
 
 def _spelling(root: str, transformers: bool) -> Spelling:
     """One of the spellings that are understood."""
-    keys: dict[str, tuple[str, ...]] = {ours: (both[transformers],) for ours, both in _KEYS.items()}
+    keys: dict[str, tuple[str, ...]] = {ours: (both[transformers],) for ours, both in KEYS.items()}
     if transformers:
         return Spelling(root, "self_attn.", keys, ".weight_scale_inv")
     # transformers 5.24 renames too much in save_pretrained(save_original_format=True), and reads both itself

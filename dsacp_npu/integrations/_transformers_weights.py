@@ -5,25 +5,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from dsacp_npu._tensors import dtype_name, torch
+from dsacp_npu.loading import KEYS
 from dsacp_ref.spec import UnsupportedError, contract_error
 
-_POOL = {"wkv": "kv_proj.weight", "wgate": "gate_proj.weight", "ape": "position_bias", "norm_weight": "kv_norm.weight"}
-
 # Our parameter -> theirs, inside one attention block; a block without compressor or indexer has fewer.
-NAMES = {
-    "wq_a": "q_a_proj.weight",
-    "q_norm": "q_a_norm.weight",
-    "wq_b": "q_b_proj.weight",
-    "wkv": "kv_proj.weight",
-    "kv_norm": "kv_norm.weight",
-    "attn_sink": "sinks",
-    "wo_a": "o_a_proj.weight",
-    "wo_b": "o_b_proj.weight",
-    **{f"compressor.{ours}": f"compressor.{theirs}" for ours, theirs in _POOL.items()},
-    "indexer.wq_b": "compressor.indexer.q_b_proj.weight",
-    "indexer.weights_proj": "compressor.indexer.scorer.weights_proj.weight",
-    **{f"indexer.compressor.{ours}": f"compressor.indexer.{theirs}" for ours, theirs in _POOL.items()},
-}
+NAMES = {ours: theirs for ours, (_, theirs) in KEYS.items()}
 
 
 class Place(NamedTuple):
