@@ -346,12 +346,13 @@ def over_ranks(
     )
     own = cache if in_place else copied(cache)
     program = layer.program_of(x, own, ranks.cp_rank, plan, modes, call, given_topk)
-
-    def answered(wish: Exchanged) -> Any:
-        return globals()[wish.name](wish.shard, ranks, *wish.arguments)
-
-    output: LayerOutput = run_alone(program, answered)
+    output: LayerOutput = run_alone(program, lambda wish: answered(wish, ranks))
     return output
+
+
+def answered(wish: Exchanged, ranks: Ranks) -> Any:
+    """What a collective that a rank's program waits for gives it."""
+    return globals()[wish.name](wish.shard, ranks, *wish.arguments)
 
 
 def head_parallel_layer(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from dsacp_npu import distributed, exchange
+from dsacp_npu import distributed
 from dsacp_npu._ranks import Ranks
 from dsacp_npu._tensors import Float, Int32, check_floats, torch
 from dsacp_npu.block import (
@@ -59,7 +59,7 @@ def experts_over_ranks(
         ContractError: a shape, dtype or value does not hold.
         UnsupportedError: ranks that do not divide the rows of w1, with ``"split"``.
     """
-    check_layout(shard, ranks, partition)
+    distributed.check_layout(shard, ranks, partition)
     check_experts("weights", weights)
     check_floats("shards", shard, ("local_rows", weights.w1.shape[1]), "as wide as w1 takes them")
     check_expert_mode(experts, weights, ranks.cp_size)
@@ -202,7 +202,7 @@ def last_rows(shard: torch.Tensor, ranks: Ranks, partition: Partition, query_sta
         ContractError: another number of ranks, rows or tokens than the partition has.
         UnsupportedError: a partition or offsets on a device.
     """
-    check_layout(shard, ranks, partition)
+    distributed.check_layout(shard, ranks, partition)
     request_indices, rows = last_places(partition, query_start_loc)[ranks.cp_rank]
     return LastRows(request_indices, shard[rows.to(shard.device)])
 
@@ -223,16 +223,8 @@ def gathered_last_rows(shard: torch.Tensor, ranks: Ranks, partition: Partition, 
         ContractError: another number of ranks, rows or tokens than the partition has.
         UnsupportedError: a partition or offsets on a device.
     """
-    check_layout(shard, ranks, partition)
+    distributed.check_layout(shard, ranks, partition)
     requests, rows = zip(*last_places(partition, query_start_loc), strict=True)
     own = shard[rows[ranks.cp_rank].to(shard.device)]
     gathered = distributed.all_gather(own, ranks, [len(owned) for owned in requests])
     return by_request(gathered, torch.cat(requests), len(query_start_loc) - 1)
-
-
-def check_layout(shard: torch.Tensor, ranks: Ranks, partition: Partition) -> None:
-    """Refuse a group that is not the one the tokens were split over, and a shard of another length."""
-    check_record("ranks", ranks, Ranks)
-    exchange.check_shard(shard, ranks.cp_rank)
-    exchange.check_split(partition, ranks.cp_size)
-    exchange.check_own_rows(shard, partition, ranks.cp_rank)

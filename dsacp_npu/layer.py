@@ -400,8 +400,6 @@ def kept_weights(weights: LayerWeights, cp_rank: int, cp_size: int, output_mode:
     """The weights with the groups that a rank keeps."""
     if output_mode == "replicated_weight":
         return weights
-    if output_mode == "all_to_all":
-        return with_groups(weights, cp_rank, cp_size)
     groups = groups_per_rank(len(weights.wo_a), cp_size)
     kept = slice(sum(groups[:cp_rank]), sum(groups[: cp_rank + 1]))
     lora = weights.wo_a.shape[1]

@@ -23,8 +23,7 @@ from dsacp_npu._geometry import Kind, rows_of
 from dsacp_npu._layer_checks import check_cache, check_given
 from dsacp_npu._layer_parts import Call, one_device, with_groups, with_heads
 from dsacp_npu._layer_records import LayerCache, LayerOutput, LayerWeights
-from dsacp_npu._rank_layer import Exchanged, Modes, gathered_weights, groups_per_rank, rank_program, run_alone
-from dsacp_npu._ranks import Ranks
+from dsacp_npu._rank_layer import Modes, gathered_weights, groups_per_rank, rank_program, run_alone
 from dsacp_npu._tensors import Float, Int32, check_tensor, torch, values_known
 from dsacp_npu.attention import check_topk
 from dsacp_npu.caches import DTYPES, OVERLAP_RATIO, PagedCache
@@ -333,7 +332,7 @@ class DSAttention(nn.Module):
         program = rank_program(
             x, cache, step.rank_step(self.compress_ratio), Call(self.split_kind, weights), given_topk
         )
-        output: LayerOutput = run_alone(program, lambda wish: answered(wish, ranks))
+        output: LayerOutput = run_alone(program, lambda wish: distributed.answered(wish, ranks))
         return output
 
     def _by_heads(
@@ -347,7 +346,7 @@ class DSAttention(nn.Module):
                 weights = with_groups(weights, cp.cp_rank, cp.cp_size)
         elif cp is not None and output_mode == "gather_weight":
             program = gathered_weights(weights.wo_a, weights.wo_b, cp.cp_size, kind)
-            wo_a, wo_b = run_alone(program, lambda wish: answered(wish, cp))
+            wo_a, wo_b = run_alone(program, lambda wish: distributed.answered(wish, cp))
             weights = weights._replace(wo_a=wo_a, wo_b=wo_b)
         geometry = step.geometry(self.compress_ratio)
         if given_topk is not None:  # by token; the stream may have pad rows after them
@@ -406,11 +405,6 @@ def part_of(count: int, size: int, rank: int) -> slice:
     """One rank's equal part of so many."""
     each = count // size
     return slice(rank * each, (rank + 1) * each)
-
-
-def answered(wish: Exchanged, ranks: Ranks) -> Any:
-    """What a collective gives this rank."""
-    return getattr(distributed, wish.name)(wish.shard, ranks, *wish.arguments)
 
 
 def note_loaded(layer: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
