@@ -3,11 +3,16 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# The Ascend compiler's own environment: triton-ascend and the Triton that other packages bring exclude each other.
+ASCEND := .venv-ascend
 # One BLAS thread per test process: two workers on two cores, not four threads fighting for them.
 PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist loadgroup
 
+KERNELS := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(ASCEND)/bin/python -m pytest -q -n auto --dist loadgroup \
+	tests/kernels tests/ascend
+
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-fast test-wheel parity lint fmt type bench check clean
+.PHONY: help setup test test-fast test-wheel ascend parity lint fmt type bench check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,6 +34,20 @@ test-fast: setup ## the same with few examples and without the slow ones (under 
 test-wheel: setup ## build the wheel and run the tests against it, away from the checkout
 	tests/wheel.sh
 
+$(ASCEND)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(ASCEND)
+	$(ASCEND)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--editable '.[ascend]' pytest pytest-xdist hypothesis
+	@touch $@
+
+# Two runs: a process either interprets kernels or compiles them.
+ascend: $(ASCEND)/.installed ## the Triton kernels: interpreted, compiled by the Ascend compiler, executed after its passes
+	@command -v mlir-opt-19 > /dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq mlir-19-tools; } \
+		|| { echo "make ascend executes lowered kernels with MLIR 19; as root: apt-get install mlir-19-tools"; exit 1; }
+	$(ASCEND)/bin/python -c 'from dsacp_npu.ascend import toolchain; toolchain.check_toolchain()'
+	$(KERNELS)
+	TRITON_INTERPRET=1 $(KERNELS)
+
 parity: setup ## the main job: ranks against one device, for the definition, both backends and over processes, as tables
 	$(BIN)/python -m dsacp_npu parity --everything --short
 
@@ -49,5 +68,5 @@ bench: setup ## print the benchmark tables; writes nothing
 check: lint type test ## what CI runs
 
 clean: ## remove the environment, caches and build products
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(ASCEND) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,12 +10,13 @@ from importlib import import_module
 
 from dsacp_ref.spec import ContractError, UnsupportedError
 
-# A command is a module dsacp_npu.commands.<name> with add_arguments(parser) and run(args) -> exit code.
+# A command is a module dsacp_npu.commands.<name> with add_arguments(parser) and run(args) -> exit code; - is _ there.
 COMMANDS = {
     "explain": "who owns which token of a batch, and the operator rows of every rank",
     "parity": "ranks against one device, for the definition and the backends, over every way to combine them",
     "bench": "rates against the same run's matrix multiply, memory, metadata times",
     "mirror": "which function has which twin, and where it was tested (docs/mirror.md)",
+    "compile-check": "the Triton kernels, or one of your own, under the Ascend compiler: what they take of a chip",
     "doctor": "versions, devices, backends and operators: what is usable here, and why not",
 }
 
@@ -33,7 +34,7 @@ def parser(chosen: str | None) -> argparse.ArgumentParser:
             allow_abbrev=False,
         )
         if name == chosen:
-            module = import_module(f"dsacp_npu.commands.{name}")
+            module = import_module(f"dsacp_npu.commands.{name.replace('-', '_')}")
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     return top

@@ -64,19 +64,13 @@ def index_call(
     index_topk: int,
 ) -> IndexCall:
     """Everything that can be refused, checked, without a look at a key."""
-    check_queries(index_q, index_weights, "num_queries")
-    block_size = check_index_cache(index_cache, dtype_name(index_q), index_q.shape[2], "as the queries")
+    block_size = check_call(index_q, index_weights, index_cache, cmp_block_table, seqused_kv)
     positions = query_positions(cu_seqlens_q, seqused_kv, num_rows=len(index_q))
-    check_tensor(
-        "cmp_block_table", cmp_block_table, ("int32",), (len(seqused_kv), "max_blocks"), "one row an operator row"
-    )
     num_visible = visible_entries(positions, compress_ratio)
     index_topk = check_int("index_topk", index_topk, 1, INT32_MAX)
     queries, weights = index_q.detach(), index_weights.detach()
     if isinstance(index_cache, QuantizedVectors):
-        blind = num_visible == 0  # what belongs to no query that chooses may be anything, and fits no code then
-        queries = coded_vectors("index_q", queries.masked_fill(blind[:, None, None], 0))
-        weights = float16_weights(weights.masked_fill(blind[:, None], 0))
+        queries, weights = coded_queries(queries, weights, num_visible)
     else:
         dtype = computing_dtype(index_q.dtype)
         queries, weights = queries.to(dtype), weights.to(dtype)
@@ -86,6 +80,29 @@ def index_call(
         num_slots = parts_of(index_cache)[0].shape[0] * block_size
         row_slots = slots_of_rows(num_visible, cmp_block_table, cu_seqlens_q, block_size, num_slots)
     return IndexCall(queries, weights, num_visible, rows, row_slots, cmp_block_table, block_size, index_topk)
+
+
+def check_call(
+    index_q: Float,
+    index_weights: Float,
+    index_cache: Float | QuantizedVectors,
+    cmp_block_table: Int32,
+    seqused_kv: Int32,
+) -> int:
+    """The block size of the cache, once shapes and dtypes are found to fit each other."""
+    check_queries(index_q, index_weights, "num_queries")
+    block_size = check_index_cache(index_cache, dtype_name(index_q), index_q.shape[2], "as the queries")
+    check_tensor(
+        "cmp_block_table", cmp_block_table, ("int32",), (len(seqused_kv), "max_blocks"), "one row an operator row"
+    )
+    return block_size
+
+
+def coded_queries(queries: Float, weights: Float, num_visible: Int32) -> tuple[QuantizedVectors, Float]:
+    """Queries and head weights as the int8 cache is scored with them."""
+    blind = num_visible == 0  # what belongs to no query that chooses may be anything, and fits no code then
+    coded = coded_vectors("index_q", queries.masked_fill(blind[:, None, None], 0))
+    return coded, float16_weights(weights.masked_fill(blind[:, None], 0))
 
 
 def check_index_cache(index_cache: Float | QuantizedVectors, dtype: str, d: int, hint: str) -> int:

@@ -59,10 +59,13 @@ class Call(NamedTuple):
         kind: Kind.
         weights: LayerWeights: wq_b and attn_sink of as many heads as ``kind.config`` has; wo_a and wo_b of the groups
             that this rank projects, or keeps to be gathered.
+        logit_bound: float, which no logit of the layer exceeds in size, for a backend that has a form of attention
+            without a running maximum; None where it is not known, or not asked for.
     """
 
     kind: Kind
     weights: LayerWeights
+    logit_bound: float | None = None
 
 
 class Coded(NamedTuple):
@@ -191,6 +194,8 @@ def attended(q: Float, topk_indices: Int32, queries: Queries, cache: LayerCache,
     swa = (cache.swa_cache, queries.swa_block_table)
     lengths = (extents.cu_seqlens_q, extents.seqused_kv, call.weights.attn_sink)
     sizes = {"window_size": config.window_size, "softmax_scale": 1 / math.sqrt(config.head_dim), **queries.attention}
+    if call.logit_bound is not None:
+        sizes["logit_bound"] = call.logit_bound
     if call.weights.compressor is None:
         return ops.window_attention(q, *swa, *lengths, **sizes).out
     cmp = (cache.cmp_cache, queries.cmp_block_table)

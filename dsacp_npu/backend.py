@@ -75,14 +75,15 @@ def get(name: str) -> Backend:
     """The backend of this name.
 
     Args:
-        name: ``"torch"`` (the mirror itself, any device) or ``"cann"`` (operators of an Ascend NPU, or the emulator's).
+        name: ``"torch"`` (the mirror itself, any device), ``"cann"`` (operators of an Ascend NPU, or the emulator's) or
+            ``"triton"`` (kernels for an Ascend NPU and an NVIDIA GPU; on a CPU in Triton's interpreter).
 
     Returns:
         Backend: ``"cann"`` also where no operator is there; each call then refuses by the operator's name.
 
     Raises:
         ContractError: no such backend.
-        UnsupportedError: ``"triton"``: there are no kernels yet.
+        ImportError: ``"triton"`` where Triton is not installed, with the command that helps.
 
     >>> get("torch").name
     'torch'
@@ -95,10 +96,8 @@ def get(name: str) -> Backend:
 def prepare(name: str) -> None:
     """Make the backend of this name once. A compiler takes that as done, and reads what was made."""
     check_choice("backend", name, BACKENDS)
-    if name == "triton":
-        raise UnsupportedError("backend 'triton' has no kernels yet; use 'torch', or 'cann' on an Ascend NPU")
     if name not in made:
-        made[name] = Backend(name, mirror_functions() if name == "torch" else cann_functions())
+        made[name] = Backend(name, FUNCTIONS_OF[name]())
 
 
 def mirror_functions() -> dict[str, Callable[..., Any]]:
@@ -116,9 +115,18 @@ def cann_functions() -> dict[str, Callable[..., Any]]:
     return {name: getattr(cann, name) for name in cann.OPERATORS}
 
 
+def triton_functions() -> dict[str, Callable[..., Any]]:
+    """Every function over kernels."""
+    functions = importlib.import_module("dsacp_npu.triton_ops").FUNCTIONS
+    return {name: getattr(importlib.import_module(f"dsacp_npu.{file}"), name) for name, file in functions.items()}
+
+
 def is_function(value: object) -> bool:
     """Whether a public name is a function, not a record or a constant."""
     return callable(value) and not isinstance(value, type)
+
+
+FUNCTIONS_OF = {"torch": mirror_functions, "cann": cann_functions, "triton": triton_functions}
 
 
 def public_names() -> set[str]:

@@ -13,6 +13,7 @@ a layer computes that was built with the switch off.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ from dsacp_npu.parallel import Parallel, check_model, parallel_of
 from dsacp_npu.partition import counted
 from dsacp_npu.quant import QuantizedWeight
 from dsacp_npu.step import StepMetadata
+from dsacp_npu.triton_ops import LOGIT_LIMIT
 from dsacp_npu.visibility import visible_entries
 from dsacp_ref.config import AttentionConfig
 from dsacp_ref.spec import check_bool, check_choice, check_int, check_record, contract_error
@@ -48,6 +50,7 @@ nn = torch.nn
 
 FLOAT32_WEIGHTS = ("q_norm", "kv_norm", "attn_sink", "ape", "norm_weight")
 WHOLE = slice(None)
+ROUNDED_LOGITS = 1.02  # queries and keys are rounded to the layer's dtype after their norms
 
 
 class Coded(nn.Module):
@@ -125,8 +128,10 @@ class DSAttention(nn.Module):
             config=replace(own, num_heads=own.num_heads // shared, o_groups=own.o_groups // shared)
         )
         self._missing = set(self.held())
+        self._logit_bound: float | None = None  # known once the norm of the keys is
         self._build(torch.device(device))
         self.register_load_state_dict_pre_hook(note_loaded)
+        self.register_load_state_dict_post_hook(note_logit_bound)
 
     # --- weights ---
 
@@ -231,6 +236,8 @@ class DSAttention(nn.Module):
             check_tensor(name, tensor, DTYPES, shape, "this rank's part")
             place.data.copy_(tensor)
         self._missing.discard(name)
+        if name == "kv_norm":
+            note_logit_bound(self)
 
     def _place(self, name: str) -> Any:
         owner: Any = self
@@ -330,7 +337,7 @@ class DSAttention(nn.Module):
         ranks = self.parallel.cp
         assert ranks is not None  # of a step that splits tokens
         program = rank_program(
-            x, cache, step.rank_step(self.compress_ratio), Call(self.split_kind, weights), given_topk
+            x, cache, step.rank_step(self.compress_ratio), self._call(self.split_kind, weights), given_topk
         )
         output: LayerOutput = run_alone(program, lambda wish: distributed.answered(wish, ranks))
         return output
@@ -352,10 +359,14 @@ class DSAttention(nn.Module):
         if given_topk is not None:  # by token; the stream may have pad rows after them
             no_choice = given_topk.new_full((len(x) - len(given_topk), given_topk.shape[1]), -1)
             given_topk = torch.cat([given_topk, no_choice])
-        output, chosen = one_device(x, geometry, cache, Call(kind, weights), given_topk)
+        output, chosen = one_device(x, geometry, cache, self._call(kind, weights), given_topk)
         if cp is not None and self.divides:
             output = distributed.all_reduce(output, cp)
         return LayerOutput(output, chosen, cache)
+
+    def _call(self, kind: Kind, weights: LayerWeights) -> Call:
+        """This layer with these weights; with its bound of logits where the backend has a form of attention for it."""
+        return Call(kind, weights, self._logit_bound if self.backend.name == "triton" else None)
 
     def _check(
         self, x: Float, step: StepMetadata, cache: LayerCache, weights: LayerWeights, given_topk: Int32 | None
@@ -405,6 +416,20 @@ def part_of(count: int, size: int, rank: int) -> slice:
     """One rank's equal part of so many."""
     each = count // size
     return slice(rank * each, (rank + 1) * each)
+
+
+def note_logit_bound(layer: nn.Module, *_: Any) -> None:
+    """Once the norm of the keys is loaded: how large a logit can be, read from the device this one time.
+
+    A query's heads are normed to length sqrt(head_dim) without a weight and a key has at most max|kv_norm| times that,
+    RoPE turns both without a change of length, and logits are scaled by 1 / sqrt(head_dim).
+    """
+    assert isinstance(layer, DSAttention)
+    if layer.backend.name != "triton" or "kv_norm" in layer._missing:
+        return
+    largest = math.sqrt(layer.config.head_dim) * float(layer.kv_norm.abs().max())
+    bound = largest * ROUNDED_LOGITS
+    layer._logit_bound = bound if bound <= LOGIT_LIMIT else None
 
 
 def note_loaded(layer: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:

@@ -94,7 +94,8 @@ def scattered_rows_(cache: torch.Tensor, rows: torch.Tensor, slots: Int32) -> to
 
 def check_writes(cache: torch.Tensor, rows: torch.Tensor, slots: Int32) -> None:
     """Refuse rows that do not fit the cache, and slots that it does not have or that two rows claim."""
-    num_slots = len(flat_cache(cache))
+    check_cache(cache)
+    num_slots = cache.shape[0] * cache.shape[1]
     check_tensor("slots", slots, ("int32",), ("num_rows",))
     shape = (len(slots), *cache.shape[2:])
     check_tensor("rows", rows, (dtype_name(cache),), shape, "one row a slot, as the cache's rows")
@@ -145,12 +146,17 @@ def block_table_rows(block_table: Int32, request_indices: Int32) -> Int32:
 
 
 def flat_cache(cache: torch.Tensor) -> torch.Tensor:
-    """The cache as one row a slot."""
+    """The cache as one row a slot; copied if its blocks lie apart."""
+    check_cache(cache)
+    return cache.reshape(cache.shape[0] * cache.shape[1], *cache.shape[2:])
+
+
+def check_cache(cache: torch.Tensor) -> None:
+    """Refuse what is no paged cache."""
     check_torch("cache", cache)
     if not hasattr(cache, "shape") or len(cache.shape) < 2:
         got = tuple(cache.shape) if hasattr(cache, "shape") else type(cache)
         raise contract_error("cache", "have shape [num_blocks, block_size, ...]", got)
-    return cache.reshape(cache.shape[0] * cache.shape[1], *cache.shape[2:])
 
 
 def check_slots(slots: Int32, num_slots: int, name: str = "slots", hint: str = "the cache has no such row") -> None:

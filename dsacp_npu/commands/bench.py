@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from dsacp_ref import attention, extents, indexer
-from dsacp_ref.spec import check_int
+from dsacp_ref.spec import check_choice, check_int
 
 # One V4-Flash layer.
 HEADS, HEAD_DIM, WINDOW = 64, 512, 128
@@ -42,13 +42,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=5,
         help="timed runs of each rate; the median counts (default 5; torch-layer, -ranks and -swap at most 3)",
     )
-    parser.add_argument("--only", choices=sorted(SECTIONS), action="append", help="sections to run (default all)")
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="cuda: the Triton kernels on an NVIDIA GPU, 4096 queries whatever --tokens says (default cpu)",
+    )
+    names = sorted({*SECTIONS, *CUDA_SECTIONS})
+    parser.add_argument("--only", choices=names, action="append", help="sections to run (default all of the device's)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the tables."""
     tokens = check_int("--tokens", args.tokens, BLOCK)
     repeats = check_int("--repeats", args.repeats, 1)
+    sections = CUDA_SECTIONS if args.device == "cuda" else tuple(SECTIONS)
+    for name in args.only or ():
+        check_choice(f"--only with --device {args.device}", name, sections)
+    if args.device == "cuda":
+        return int(import_module("dsacp_npu.commands.bench_cuda").run(args.only))
     print(f"numpy {np.__version__}, Python {platform.python_version()}, {platform.machine()}; random float32 data")
     for name in args.only or SECTIONS:
         print()
@@ -275,3 +287,5 @@ SECTIONS: dict[str, Callable[[int, int], None]] = {
     "torch-ranks": of_the_mirror("ranks", "bench_ranks"),
     "torch-swap": of_the_mirror("swap", "bench_swap"),
 }
+
+CUDA_SECTIONS = ("attention", "indexer", "metadata")  # of `bench_cuda`

@@ -21,8 +21,9 @@ PACKAGES = {
     "numpy": "the reference, dsacp_ref",
     "torch": "the mirror, dsacp_npu, and all its backends",
     "torch_npu": "the cann backend on an NPU",
-    "triton": "triton kernels: there are none yet",
-    "triton-ascend": "triton kernels on an NPU: there are none yet",
+    "triton": "the triton backend on an NVIDIA GPU",
+    "triton-ascend": "the triton backend on an NPU, in its interpreter, and compile-check (make ascend)",
+    "ascendnpu-ir": "compile-check: the Ascend compiler",
     "transformers": "parity's comparison with a model that others wrote",
     "rich": "the tables of parity and doctor",
 }
@@ -62,7 +63,7 @@ def examined(*, emulator: bool = False) -> dict[str, Any]:
     backends = [
         {"name": "torch", "usable": bool(usable), "note": f"on {', '.join(usable)}" if usable else torch_error},
         {"name": "cann", "usable": any(row["found_in"] for row in operators), "note": "; ".join(filter(None, reasons))},
-        {"name": "triton", "usable": False, "note": "no kernels yet"},
+        triton_backend(devices) if torch else {"name": "triton", "usable": False, "note": torch_error},
     ]
     return {
         "versions": versions(),
@@ -71,6 +72,18 @@ def examined(*, emulator: bool = False) -> dict[str, Any]:
         "operators": operators,
         "emulated": emulated,
     }
+
+
+def triton_backend(devices: list[dict[str, Any]]) -> dict[str, Any]:
+    """Whether Triton is here, and something that its kernels run on."""
+    try:
+        import_module("dsacp_npu.kernels._language")
+    except ImportError as error:
+        return {"name": "triton", "usable": False, "note": str(error)}
+    kinds = [device["name"] for device in devices if device["count"] and device["name"] != "cpu"]
+    if not kinds and os.environ.get("TRITON_INTERPRET") != "1":
+        return {"name": "triton", "usable": False, "note": "no GPU or NPU; TRITON_INTERPRET=1 interprets it on the CPU"}
+    return {"name": "triton", "usable": True, "note": f"on {', '.join(kinds) or 'the CPU, interpreted'}"}
 
 
 def imported(name: str) -> tuple[ModuleType | None, str]:

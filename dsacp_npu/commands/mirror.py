@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 TESTED, CONTRACT, NOT_RUN, NONE = "*tested here*", "*contract only*", "*not run here*", "-"
+COMPILED, ONCE = "*tested and compiled here*", "*run once*"
 # The modules of arithmetic, in the order in which they build on one another.
 MODULES = (
     "partition",
@@ -40,10 +41,14 @@ in `dsacp_npu`, and what was done with it:
 * {TESTED}: property tests compare it with the reference, on a machine like the one of the tests: CPU only.
 * {CONTRACT}: the operator was called here, with the emulator's operators in the place of the real ones. It has never
   run on an NPU.
+* {COMPILED}: the Triton kernels behind it compute the right thing in Triton's interpreter, and on a
+  CPU as what the Ascend adapter makes of them (and HFusion, where that can be executed); the Ascend compiler takes them
+  for A2, A3 and A5 within on-chip memory. Projections are torch's matrix products, without a kernel.
+* {ONCE}: on one NVIDIA H200, by `tests/kernels/test_cuda.py`, which is skipped where there is no GPU.
 * {NOT_RUN}: nothing of it has run on such a device.
 
-`{NONE}`: there is none. A layer reaches cann by its keyword `backend`. A name that ends in `_` writes into its cache
-argument, and returns what its twin without `_` returns."""
+`{NONE}`: there is none. A layer reaches cann and triton by its keyword `backend`. A name that ends in `_` writes into
+its cache argument, and returns what its twin without `_` returns."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,9 +64,10 @@ def run(args: argparse.Namespace) -> int:
 def page() -> str:
     """The text of docs/mirror.md."""
     cann = module_if_there("cann")
+    kernels = module_if_there("triton_ops")
     parts = [INTRODUCTION]
     for module in MODULES:
-        parts.append(table_of(module, module_if_there(module), cann))
+        parts.append(table_of(module, module_if_there(module), cann, kernels))
     parts += [cann_table(cann), distributed_table(module_if_there("distributed"))]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -86,19 +92,26 @@ def with_in_place(names: Sequence[str], *modules: ModuleType | None) -> Iterator
             yield f"{name}_"
 
 
-def table_of(module: str, torch_module: ModuleType | None, cann: ModuleType | None) -> str:
-    """One module of the reference: what its names have in torch, in cann and on an NPU."""
+def table_of(
+    module: str, torch_module: ModuleType | None, cann: ModuleType | None, kernels: ModuleType | None
+) -> str:
+    """One module of the reference: what its names have in torch, in cann, in triton and on an NPU."""
     reference = import_module(f"dsacp_ref.{module}")
     rows = []
     for name in with_in_place(reference.__all__, torch_module, cann):
         value = getattr(reference, name.removesuffix("_"))
         in_torch = TESTED if name in public(torch_module) else NONE
         if inspect.isfunction(value):
-            in_cann = CONTRACT if name in public(cann) or takes_backend(torch_module, name) else NONE
-            rows.append((f"`{name}`", in_torch, in_cann, NOT_RUN if {in_torch, in_cann} != {NONE} else NONE))
+            takes = takes_backend(torch_module, name)
+            in_cann = CONTRACT if name in public(cann) or takes else NONE
+            in_triton = kernels is not None and (name in kernels.FUNCTIONS or takes)
+            on_npu = NOT_RUN if in_triton or {in_torch, in_cann} != {NONE} else NONE
+            triton = (COMPILED, ONCE) if in_triton else (NONE, NONE)
+            rows.append((f"`{name}`", in_torch, in_cann, *triton, on_npu))
         else:
-            rows.append((described(name, value), in_torch, NONE, NONE))
-    return markdown(f"## {module}", (f"`dsacp_ref.{module}`", "torch", "cann", "NPU"), rows)
+            rows.append((described(name, value), in_torch, *[NONE] * 4))
+    columns = (f"`dsacp_ref.{module}`", "torch", "cann", "triton", "NVIDIA", "NPU")
+    return markdown(f"## {module}", columns, rows)
 
 
 def takes_backend(module: ModuleType | None, name: str) -> bool:

@@ -72,9 +72,12 @@ def test_a_backend_cannot_be_changed() -> None:
     assert repr(found) == "backend.get('cann')"
 
 
-def test_triton_has_no_kernels_yet() -> None:
-    with pytest.raises(UnsupportedError, match="backend 'triton' has no kernels yet"):
-        backend.get("triton")
+def test_without_triton_the_command_that_helps_is_named() -> None:
+    with mock.patch.dict(sys.modules, {"triton": None}), mock.patch.dict(backend.made, clear=True):
+        for name in [name for name in sys.modules if name.startswith(("dsacp_npu._triton_", "dsacp_npu.kernels."))]:
+            del sys.modules[name]
+        with pytest.raises(ImportError, match=r"make ascend\), on an NVIDIA GPU pip install triton"):
+            backend.get("triton")
 
 
 def test_another_name_is_no_backend() -> None:

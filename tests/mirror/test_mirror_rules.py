@@ -140,7 +140,7 @@ ARROW = [
     {"visibility"},
     {"paging", "rope", "quant", "compressor", "indexer", "attention"},
     {"exchange"},
-    {"cann"},
+    {"cann", "triton_ops"},
     {"backend"},
     {"layer"},
     {"block"},
@@ -185,8 +185,13 @@ def in_a_fresh_process(program: str) -> None:
 
 
 def importable() -> list[str]:
-    """Every module of the mirror but the commands, and the parts that an integration loads at the point of use."""
-    late = {*NPU.glob("commands/*.py"), *NPU.glob("integrations/_*.py")}
+    """Every module of the mirror but the commands, and the parts that are loaded at the point of use."""
+    late = {
+        *NPU.glob("commands/*.py"),
+        *NPU.glob("integrations/_*.py"),
+        *NPU.glob("kernels/*.py"),
+        *NPU.glob("_triton_*.py"),
+    }
     paths = [path for path in NPU.rglob("*.py") if path not in late and not path.stem.startswith("__")]
     return sorted(".".join(path.relative_to(NPU.parent).with_suffix("").parts) for path in paths)
 

@@ -1,0 +1,78 @@
+"""The lightning indexer over Triton: scores and choices of a slice of queries at a time, so that memory stays bounded.
+
+Lengths stay on the device. How many queries a slice has follows from how many entries the tables can name, which the
+host knows.
+"""
+
+from __future__ import annotations
+
+from dsacp_npu._index_calls import check_call, coded_queries, parts_of, slots_of_rows
+from dsacp_npu._layer_parts import Torch
+from dsacp_npu._tensors import Float, Int32, check_floats, torch, values_known
+from dsacp_npu._triton_launch import check_runs
+from dsacp_npu._triton_metadata import query_rows_and_positions
+from dsacp_npu._triton_rows import apply_rope
+from dsacp_npu._triton_scores import index_scores_slice, score_columns
+from dsacp_npu._triton_topk import chosen_of_slice
+from dsacp_npu.indexer import hadamard
+from dsacp_npu.quant import QuantizedVectors
+from dsacp_npu.visibility import visible_entries
+from dsacp_ref.spec import INT32_MAX, check_int, contract_error
+
+__all__ = ["index_queries", "lightning_indexer", "projected_output"]
+
+SLICE_NUMBERS = 1 << 25  # scores of a slice: enough queries to fill a device, 128 MB
+
+projected_output = Torch.projected_output  # two matrix products
+
+
+def index_queries(qr: Float, wq_b: Float, cos: Float, sin: Float, *, index_head_dim: int) -> Float:
+    """`dsacp_npu.indexer.index_queries`, turned by the kernel; its product is in the dtype of ``qr``."""
+    check_floats("qr", qr, ("num_tokens", "q_lora_rank"))
+    check_floats("wq_b", wq_b, ("index_n_heads * index_head_dim", qr.shape[1]), "as wide as the query latent")
+    index_head_dim = check_int("index_head_dim", index_head_dim, 1)
+    if wq_b.shape[0] % index_head_dim:
+        raise contract_error("wq_b", f"have a multiple of {index_head_dim} rows", wq_b.shape[0], "one block a head")
+    heads = (qr @ wq_b.T.to(qr.dtype)).reshape(len(qr), len(wq_b) // index_head_dim, index_head_dim)
+    return hadamard(apply_rope(heads, cos, sin))
+
+
+def lightning_indexer(
+    index_q: Float,
+    index_weights: Float,
+    index_cache: Float | QuantizedVectors,
+    cmp_block_table: Int32,
+    cu_seqlens_q: Int32,
+    seqused_kv: Int32,
+    *,
+    compress_ratio: int,
+    index_topk: int,
+) -> Int32:
+    """`dsacp_npu.indexer.lightning_indexer` by the kernels of scores and of top-k.
+
+    Limits: those of both; scores of float keys differ from torch's in the last bits, so entries that score nearly alike
+    may change places.
+    """
+    check_runs(index_q)
+    block_size = check_call(index_q, index_weights, index_cache, cmp_block_table, seqused_kv)
+    rows, positions = query_rows_and_positions(cu_seqlens_q, seqused_kv, num_rows=len(index_q))
+    num_visible = visible_entries(positions, compress_ratio)
+    index_topk = check_int("index_topk", index_topk, 1, INT32_MAX)
+    if values_known(cmp_block_table, cu_seqlens_q, seqused_kv):  # refused if a table does not reach what is seen
+        num_slots = parts_of(index_cache)[0].shape[0] * block_size
+        slots_of_rows(num_visible, cmp_block_table, cu_seqlens_q, block_size, num_slots)
+    queries, weights = index_q.detach(), index_weights.detach()
+    if isinstance(index_cache, QuantizedVectors):
+        queries, weights = coded_queries(queries, weights, num_visible)
+    chosen = num_visible.new_empty(len(index_q), index_topk)
+    columns = score_columns(index_cache, cmp_block_table)
+    if columns == 0 or len(index_q) == 0:
+        return chosen.fill_(-1)
+    step = max(1, min(len(index_q), SLICE_NUMBERS // columns))
+    scores = index_q.new_empty(step, columns, dtype=torch.float32)
+    for first in range(0, len(index_q), step):
+        count = min(step, len(index_q) - first)
+        some = slice(first, first + count)
+        index_scores_slice(queries, weights, index_cache, cmp_block_table, rows, num_visible, first, count, scores)
+        chosen_of_slice(scores[:count], num_visible[some], index_topk, chosen[some])
+    return chosen

@@ -1,0 +1,1 @@
+"""Triton kernels, one concept a file; `dsacp_npu.backend.get("triton")` launches them. No device package is used."""

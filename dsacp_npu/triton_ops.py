@@ -1,0 +1,70 @@
+"""What backend `triton` computes, and where: function, the module that launches it, the kernel files behind it.
+
+Names only, so that this can be read where Triton is not installed. `dsacp_npu.backend.get("triton")` loads the
+functions. They have the names, arguments and results of `dsacp_ref`; what is legal but outside of a kernel's limits is
+refused with `UnsupportedError`, never computed by other means. Matrix products of projections are torch's.
+"""
+
+from __future__ import annotations
+
+__all__ = ["FUNCTIONS", "KERNEL_FILES", "LOGIT_LIMIT"]
+
+# Up to this size of logits attention may do without a running maximum: neither exp of one, nor its sum over 2**20 keys,
+# nor that times a key leaves float32.
+LOGIT_LIMIT = 70.0
+
+# The module of `dsacp_npu` that launches each function.
+FUNCTIONS: dict[str, str] = {
+    "all_entries_attention": "_triton_attention",
+    "apply_inverse_rope": "_triton_rows",
+    "apply_rope": "_triton_rows",
+    "build_cp_local_metadata": "_triton_metadata",
+    "compress": "_triton_compressor",
+    "compress_": "_triton_compressor",
+    "gathered_rows": "_triton_rows",
+    "index_queries": "_triton_indexer",
+    "index_scores": "_triton_scores",
+    "lightning_indexer": "_triton_indexer",
+    "local_extents": "_triton_metadata",
+    "pooled_entries": "_triton_compressor",
+    "projected_output": "_triton_indexer",
+    "projected_rows": "_triton_compressor",
+    "query_positions": "_triton_metadata",
+    "query_rows": "_triton_metadata",
+    "scattered_rows": "_triton_rows",
+    "scattered_rows_": "_triton_rows",
+    "selected_attention": "_triton_attention",
+    "selected_entries": "_triton_topk",
+    "slot_mapping": "_triton_rows",
+    "updated_state": "_triton_compressor",
+    "updated_state_": "_triton_compressor",
+    "window_attention": "_triton_attention",
+}
+
+# The files of `dsacp_npu.kernels` that each function launches from; none where torch's products are all there is.
+KERNEL_FILES: dict[str, tuple[str, ...]] = {
+    "all_entries_attention": ("metadata", "attention"),
+    "apply_inverse_rope": ("rope",),
+    "apply_rope": ("rope",),
+    "build_cp_local_metadata": ("metadata",),
+    "compress": ("compressor",),
+    "compress_": ("compressor",),
+    "gathered_rows": ("paging",),
+    "index_queries": ("rope",),
+    "index_scores": ("scores",),
+    "lightning_indexer": ("metadata", "scores", "topk"),
+    "local_extents": ("metadata",),
+    "pooled_entries": ("compressor",),
+    "projected_output": (),
+    "projected_rows": (),
+    "query_positions": ("metadata",),
+    "query_rows": ("metadata",),
+    "scattered_rows": ("paging",),
+    "scattered_rows_": ("paging",),
+    "selected_attention": ("metadata", "attention"),
+    "selected_entries": ("topk",),
+    "slot_mapping": ("paging",),
+    "updated_state": ("compressor",),
+    "updated_state_": ("compressor",),
+    "window_attention": ("metadata", "attention"),
+}

@@ -1,0 +1,168 @@
+"""The kernels on an NVIDIA GPU: every case, every function at real sizes, the layer, and the same bits on every run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dsacp_npu import backend, layer
+from dsacp_npu.layer import LayerCache
+from tests.cann.test_layer import KINDS, LEGAL, legal_world
+from tests.compare import assert_within_budget
+from tests.kernels import harness
+from tests.kernels.test_layer import float64_step, on_kernels
+from tests.layer_strategies import Kind
+from tests.mirror.common import mapped, to_torch
+from tests.mirror.test_devices import no_waiting
+
+RUNS = 20  # of each call that is looked at for races
+ATTENTION_HEADS = (8, 16, 32, 64, 128)
+TOKENS, ENTRIES, WINDOW, PAGE = 512, 4096, 128, 64
+CASES = {**harness.cases(), **harness.gpu_cases()}
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_case(name: str) -> None:
+    case = CASES[name]()
+    there = {name: on_cuda(value) for name, value in case.arguments.items()}
+    case.kernel[(case.programs,)](**there, **case.constexprs, num_stages=1)
+    for name, value in case.arguments.items():
+        if isinstance(value, torch.Tensor):
+            value.copy_(there[name])
+    case.check()
+
+
+def on_cuda(value: Any) -> Any:
+    """Tensors of this nest on the device."""
+    return mapped(value, lambda tensor: tensor.cuda() if isinstance(tensor, torch.Tensor) else tensor)
+
+
+def on_cpu(value: Any) -> Any:
+    """Tensors of this nest on the host."""
+    return mapped(value, lambda tensor: tensor.cpu() if isinstance(tensor, torch.Tensor) else tensor)
+
+
+def normal(seed: int, *shape: int) -> torch.Tensor:
+    """Random bfloat16 of this shape on the device."""
+    return torch.randn(shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").bfloat16()
+
+
+def table_of(rows: int, seed: int) -> torch.Tensor:
+    """The block table of one request whose blocks lie in random order."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randperm(-(-rows // PAGE), generator=generator, device="cuda").int()[None]
+
+
+def step_of(ratio: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Offsets, extent and length of the last queries of a prompt."""
+    length = ENTRIES * max(ratio, 1) // (32 if ratio == 128 else 1) + TOKENS
+    return torch.tensor([0, TOKENS]).int().cuda(), torch.tensor([length]).int().cuda(), length
+
+
+def same_bits(call: Callable[[], Any]) -> Any:
+    """The result of a call, which is the same on every run."""
+    first = call()
+    for _ in range(RUNS):
+        again = call()
+        for one, other in zip(flat(first), flat(again), strict=True):
+            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    return first
+
+
+def flat(value: Any) -> list[torch.Tensor]:
+    """The tensors of a nest."""
+    return [value] if isinstance(value, torch.Tensor) else [tensor for part in value for tensor in flat(part)]
+
+
+@pytest.mark.parametrize("bound", [None, 40.0], ids=["running maximum", "fixed reference"])
+@pytest.mark.parametrize("num_heads", ATTENTION_HEADS)
+@pytest.mark.parametrize("ratio", [1, 4, 128])
+def test_attention_at_real_sizes(ratio: int, num_heads: int, bound: float | None) -> None:
+    """Every 37th query against torch in float64, torch's own bfloat16 beside it."""
+    cu_seqlens_q, seqused_kv, length = step_of(ratio)
+    swa_table, cmp_table = table_of(length, 1), table_of(max(1, length // max(ratio, 2)), 2)
+    q, swa = normal(3, TOKENS, num_heads, 512), normal(4, swa_table.shape[1], PAGE, 512)
+    cmp = normal(5, cmp_table.shape[1], PAGE, 512)
+    sink = torch.randn(num_heads, generator=torch.Generator("cuda").manual_seed(6), device="cuda")
+    lengths, sizes = (cu_seqlens_q, seqused_kv, sink), {"window_size": WINDOW, "softmax_scale": 512**-0.5}
+    some = torch.arange(0, TOKENS, 37)
+    caches: tuple[Any, ...] = (swa, swa_table)
+    function, chosen = "window_attention", ()
+    if ratio > 1:
+        caches, sizes["compress_ratio"], function = (*caches, cmp, cmp_table), ratio, "all_entries_attention"
+    if ratio == 4:
+        noise = torch.rand(TOKENS, ENTRIES, generator=torch.Generator("cuda").manual_seed(7), device="cuda")
+        function, chosen = "selected_attention", (noise.topk(512).indices.int(),)
+    ours, theirs = (getattr(backend.get(name), function) for name in ("triton", "torch"))
+    got = same_bits(lambda: ours(q, *caches, *chosen, *lengths, **sizes, logit_bound=bound))
+    # Each of the queries as an operator row of its own, for the reference on the host.
+    rows = torch.arange(len(some) + 1).int(), (seqused_kv.cpu() - TOKENS + 1 + some).int(), sink.cpu()
+    tables = [table.expand(len(some), -1).cpu() for table in caches[1::2]]
+    plain = [part for pair in zip((cache.cpu() for cache in caches[::2]), tables, strict=True) for part in pair]
+    exact = [part.double() if part.is_floating_point() else part for part in plain]
+    picked = [part[some.cuda()].cpu() for part in chosen]
+    want = theirs(q[some.cuda()].cpu().double(), *exact, *picked, *rows[:2], rows[2].double(), **sizes)
+    beside = theirs(q[some.cuda()].cpu(), *plain, *picked, *rows, **sizes)
+    for mine, due, low, name in zip(got, want, beside, ("out", "lse"), strict=True):
+        assert_within_budget(mine[some.cuda()].cpu().to(low.dtype), due, low, name)
+
+
+@pytest.mark.parametrize("num_heads", [1, 64])
+def test_rope_at_real_sizes(num_heads: int) -> None:
+    x = normal(1, 4096, num_heads, 512)
+    angles = torch.rand(4096, 32, device="cuda") * 6
+    args = x, angles.cos(), angles.sin()
+    for name in ("apply_rope", "apply_inverse_rope"):
+        got = same_bits(lambda name=name: getattr(backend.get("triton"), name)(*args))
+        assert_within_budget(
+            got.cpu(),
+            getattr(backend.get("torch"), name)(*(part.cpu().double() for part in args)),
+            getattr(backend.get("torch"), name)(*(part.cpu() for part in args)),
+            name,
+        )
+
+
+def test_the_indexer_at_real_sizes() -> None:
+    """The choice is the stable order's of the kernel's own scores; those are within the budget of plain float32."""
+    ops = backend.get("triton")
+    cu_seqlens_q, seqused_kv, length = step_of(4)
+    table = table_of(length // 4, 1)
+    q, weights, cache = normal(2, TOKENS, 64, 128), normal(3, TOKENS, 64), normal(4, table.shape[1], PAGE, 128)
+    keys = cache[table[0].long()].flatten(0, 1)[: length // 4]
+    scores = same_bits(lambda: ops.index_scores(q, weights, keys))
+    reference = backend.get("torch").index_scores
+    exact = reference(q.cpu()[:64].double(), weights.cpu()[:64].double(), keys.cpu().double())
+    assert_within_budget(scores[:64].cpu(), exact, reference(q.cpu()[:64], weights.cpu()[:64], keys.cpu()))
+    sizes = {"compress_ratio": 4, "index_topk": 512}
+    got = same_bits(lambda: ops.lightning_indexer(q, weights, cache, table, cu_seqlens_q, seqused_kv, **sizes))
+    visible = (length - TOKENS + 1 + torch.arange(TOKENS, device="cuda")) // 4
+    hidden = torch.arange(len(keys), device="cuda") >= visible[:, None]
+    order = scores.masked_fill(hidden, -torch.inf).sort(dim=1, descending=True, stable=True).indices[:, :512]
+    assert torch.equal(got.long(), order)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"ratio {kind.ratio}")
+def test_a_layer_of_chunks(kind: Kind) -> None:
+    """Three steps of the layer, and nothing in them waits for the device."""
+    world = legal_world(kind.ratio, [138, 7], kind)
+    weights, cache = on_cuda(to_torch(world.weights, "bfloat16")), on_cuda(on_kernels(world.cache))
+    done = [0, 0]
+    for new in ([130, 4], [7, 2], [1, 1]):
+        ends = [a + b for a, b in zip(done, new, strict=True)]
+        x, batch = world.step(done, ends, idle=(1,))
+        x, batch = on_cuda(to_torch(x, "bfloat16")), on_cuda(to_torch(batch))
+        with no_waiting():
+            alone = layer.attention_layer(
+                x, weights, cache, batch, LEGAL, compress_ratio=kind.ratio, backend=backend.get("triton")
+            )
+        host = on_cpu((x, weights, cache, batch))
+        topk = alone.topk_indices.cpu() if kind.indexer else None
+        plain = layer.attention_layer(*host, LEGAL, compress_ratio=kind.ratio, given_topk=topk)
+        exact = float64_step(*host, kind, topk)
+        assert_within_budget(alone.output.cpu(), exact, plain.output, "one device")
+        cache, done = LayerCache(*alone.cache), ends
+    assert np.isfinite(exact).all()
