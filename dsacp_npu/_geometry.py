@@ -62,8 +62,8 @@ class Queries(NamedTuple):
     extents: LocalExtents
     swa_block_table: Int32
     cmp_block_table: Int32
-    attention: dict[str, Int32]
-    indexer: dict[str, Int32]
+    attention: dict[str, Any]
+    indexer: dict[str, Any]
 
 
 class Entries(NamedTuple):
@@ -134,22 +134,36 @@ def whole_extents(batch: LayerBatch) -> LocalExtents:
 def whole_geometry(batch: LayerBatch, num_rows: int, sizes: Sizes, kind: Kind, *, fixed: bool = False) -> Geometry:
     """The step of a device that has all rows. ``fixed`` keeps shapes that do not depend on lengths."""
     rows = rows_of(counted(num_rows, batch.seq_lens), batch)
-    queries = queries_of(rows, whole_extents(batch), batch, kind)
+    queries = queries_of(rows, whole_extents(batch), batch, sizes, kind)
     entries = entries_of(batch, num_rows, sizes, kind, fixed=fixed)
     return Geometry(batch, rows, queries.table, swa_slots(rows, batch, sizes), entries, queries)
 
 
-def queries_of(rows: Rows, extents: LocalExtents, batch: LayerBatch, kind: Kind) -> Queries:
+def queries_of(rows: Rows, extents: LocalExtents, batch: LayerBatch, sizes: Sizes, kind: Kind) -> Queries:
     """What operators get for these rows' queries."""
     swa_table = block_table_rows(batch.swa_block_table, extents.request_indices)
     cmp_table = block_table_rows(batch.cmp_block_table, extents.request_indices)
     table = rope_table(rows.positions, kind.frequencies)
-    return Queries(rows, table, extents, swa_table, cmp_table, *operator_metadata(extents, kind))
+    queries = Queries(rows, table, extents, swa_table, cmp_table, {}, {})
+    attention, indexer = operator_metadata(queries, sizes, kind)
+    return queries._replace(attention=attention, indexer=indexer)
 
 
-def operator_metadata(extents: LocalExtents, kind: Kind) -> tuple[dict[str, Int32], dict[str, Int32]]:
+def operator_metadata(queries: Queries, sizes: Sizes, kind: Kind) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the backend's attention and indexer want to know of the step beforehand, by argument name."""
-    functions = getattr(kind.ops, "functions", {})
+    functions, extents = getattr(kind.ops, "functions", {}), queries.extents
+    if "attention_lists" in functions:
+        lists = kind.ops.attention_lists(
+            queries.swa_block_table,
+            queries.cmp_block_table if kind.ratio > 1 and not kind.indexed else None,
+            extents.cu_seqlens_q,
+            extents.seqused_kv,
+            num_queries=len(queries.rows.positions),
+            block_sizes=sizes,
+            window_size=kind.config.window_size,
+            compress_ratio=kind.ratio,
+        )
+        return lists, {}
     if "attention_metadata" not in functions or len(extents.seqused_kv) == 0:
         return {}, {}
     lengths, config = (extents.cu_seqlens_q, extents.seqused_kv), kind.config

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 from dsacp_npu import attention, compressor, indexer, quant, rope
 from dsacp_npu._geometry import Geometry, Kind, Queries, num_computed_tokens, with_tensors
 from dsacp_npu._layer_records import KeyRows, LayerBatch, LayerCache, LayerWeights
 from dsacp_npu._tensors import Float, Int32, check_floats, dtype_name, torch
-from dsacp_npu.compressor import CompressorState, CompressorWeights, EntryPlan, ProjectedRows, rms_norm
+from dsacp_npu.compressor import CompressorState, CompressorWeights, EntryPlan, ProjectedRows
 from dsacp_npu.indexer import index_head_weights, parts_of, stored_keys
 from dsacp_npu.paging import check_writes, scattered_rows_
 from dsacp_npu.quant import QuantizedRows, QuantizedWeight
@@ -23,8 +24,10 @@ class Torch:
     apply_inverse_rope = staticmethod(rope.apply_inverse_rope)
     compress_ = staticmethod(compressor.compress_)
     projected_rows = staticmethod(compressor.projected_rows)
+    rms_norm = staticmethod(compressor.rms_norm)
     pooled_entries = staticmethod(compressor.pooled_entries)
     updated_state_ = staticmethod(compressor.updated_state_)
+    hadamard = staticmethod(indexer.hadamard)
     index_queries = staticmethod(indexer.index_queries)
     lightning_indexer = staticmethod(indexer.lightning_indexer)
     window_attention = staticmethod(attention.window_attention)
@@ -96,6 +99,23 @@ class KeySide(NamedTuple):
     index_state: CompressorState | None = None
 
 
+def own_or_mirrors(name: str, call: Call) -> Callable[..., Float]:
+    """The backend's function of this name if it has one, the mirror's otherwise: no operator is made for these."""
+    ops = call.kind.ops
+    function: Callable[..., Float] = getattr(ops if name in getattr(ops, "functions", {}) else Torch, name)
+    return function
+
+
+def normed(x: Float, weight: Float | None, call: Call) -> Float:
+    """The rows over their root mean square, times the weight where there is one."""
+    return own_or_mirrors("rms_norm", call)(x, weight, call.kind.config.rms_norm_eps)
+
+
+def rotated_keys(x: Float, call: Call) -> Float:
+    """Index entries as the cache keeps them, rotated as the queries are."""
+    return own_or_mirrors("hadamard", call)(x)
+
+
 # --- projections ---
 
 
@@ -141,18 +161,17 @@ def output_rows(out: Float, wo_a: Float, wo_b: Float | QuantizedWeight, call: Ca
 
 def query_latent(source: Float | Coded, call: Call) -> Float | Coded:
     """The query latent after its norm: it feeds the heads and the indexer."""
-    weights, eps, ops = call.weights, call.kind.config.rms_norm_eps, call.kind.ops
-    qr = product(source, weights.wq_a, call)
+    qr, weight = product(source, call.weights.wq_a, call), call.weights.q_norm
     if isinstance(source, Coded):
-        return Coded(ops.rms_norm_quantized(qr, weights.q_norm, eps), source.dtype)
-    return rms_norm(qr, weights.q_norm, eps)
+        rows = call.kind.ops.rms_norm_quantized(qr, weight, call.kind.config.rms_norm_eps)
+        return Coded(rows, source.dtype)
+    return normed(qr, weight, call)
 
 
 def head_queries(qr: Float | Coded, table: tuple[Float, Float], call: Call) -> Float:
     """The queries of as many heads as the weights have, each normed over its channels, then turned."""
-    config = call.kind.config
     # No array of all heads outlives the call that takes it: they are the largest of a layer.
-    heads = rms_norm(by_head(product(qr, call.weights.wq_b, call), config.head_dim), None, config.rms_norm_eps)
+    heads = normed(by_head(product(qr, call.weights.wq_b, call), call.kind.config.head_dim), None, call)
     return call.kind.ops.apply_rope(heads, *table)
 
 
@@ -255,7 +274,7 @@ def with_heads(weights: LayerWeights, rank: int, cp_size: int) -> LayerWeights:
 
 def raw_keys(source: Float | Coded, table: tuple[Float, Float], call: Call) -> Float:
     """The raw keys of some rows, normed and turned."""
-    kv = rms_norm(product(source, call.weights.wkv, call), call.weights.kv_norm, call.kind.config.rms_norm_eps)
+    kv = normed(product(source, call.weights.wkv, call), call.weights.kv_norm, call)
     return call.kind.ops.apply_rope(kv, *table)
 
 
@@ -360,7 +379,7 @@ def written_(cache: LayerCache, side: KeySide, geometry: Geometry, call: Call) -
         writes.append((cache.cmp_cache, side.entries.to(cache.cmp_cache.dtype), slots))
         check_writes(*writes[-1])
         if side.index_entries is not None:
-            index_keys = indexer.hadamard(side.index_entries.to(kv.dtype))
+            index_keys = rotated_keys(side.index_entries.to(kv.dtype), call)
             stored = stored_keys(cache.index_cache, index_keys, slots)
             writes += [(part, rows, slots) for part, rows in zip(parts_of(cache.index_cache), stored, strict=True)]
     for part, rows, slots in writes:

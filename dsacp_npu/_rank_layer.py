@@ -245,7 +245,7 @@ def rank_step(plan: StepPlan, modes: Modes, cp_rank: int, sizes: Sizes, kind: Ki
         device,
     )
     # Operators take queries without the pad rows that some rules put between pieces.
-    queries = queries_of(Rows(*(part[local.real] for part in own)), extents, batch, kind)
+    queries = queries_of(Rows(*(part[local.real] for part in own)), extents, batch, sizes, kind)
     projected = everything if modes.key_mode in ("replicate", "gather_hidden") else own
     table = rope_table(projected.positions, kind.frequencies)
     geometry = Geometry(batch, projected, table, swa_slots(known, batch, sizes), entries, queries)

@@ -12,9 +12,9 @@ from dsacp_npu._triton_attention_slots import (
     EntrySlots,
     KeySlots,
     Pages,
+    attention_lists,
     chosen_slots,
     entry_slots,
-    key_slots,
     pages_of,
     window_slots,
 )
@@ -34,8 +34,8 @@ __all__ = [
     "KeySlots",
     "Pages",
     "all_entries_attention",
+    "attention_lists",
     "entry_slots",
-    "key_slots",
     "pages_of",
     "selected_attention",
     "window_attention",
@@ -65,7 +65,8 @@ def window_attention(
             V4, queries have norm 22.6 and keys at most 22.6 times the largest norm weight ``w``: the bound is
             ``22.6 * w`` with ``head_dim ** -0.5``. Sinks are below 70 as well then. No value is looked at; beyond the
             bound, sums may overflow. None: any logits.
-        slots: KeySlots that `key_slots` made of this step's tables; None: made here.
+        slots: KeySlots that `attention_lists` made of this step's tables, of use if the cache's pages lie as it took
+            them to lie; None: made here.
 
     Raises:
         UnsupportedError: a dtype, head_dim, device or strides without a kernel; a bound beyond 70, or one for float16.
@@ -98,7 +99,7 @@ def all_entries_attention(
     """`dsacp_npu.attention.all_entries_attention` in one kernel; bound and slots as in `window_attention`.
 
     Args:
-        entries: EntrySlots that `entry_slots` made of this step's tables; None: made here.
+        entries: EntrySlots that `attention_lists` made of this step's tables, as ``slots``; None: made here.
     """
     rows, positions = checked_call(q, swa_cache, cu_seqlens_q, seqused_kv, attn_sink, softmax_scale, slots)
     mirror.check_cache("cmp_cache", cmp_cache, q)
@@ -113,9 +114,11 @@ def all_entries_attention(
     check_kernel(q, logit_bound)
     pages = pages_of("cmp_cache", cmp_cache)
     if entries is not None:
-        check_entries(entries, pages, (len(seqused_kv), "width"), len(q))
+        check_entries(entries, (len(seqused_kv), "width"), len(q))
     windows = windows_of(slots, rows, positions, swa_cache, swa_block_table, window_size)
-    listed = entries or entry_slots(positions, seqused_kv, cmp_block_table, compress_ratio, pages)
+    listed = entries
+    if listed is None or listed.pages != pages:
+        listed = entry_slots(positions, seqused_kv, cmp_block_table, compress_ratio, pages)
     return attended(q, swa_cache, windows, cmp_cache, listed, attn_sink, softmax_scale, logit_bound)
 
 
@@ -225,29 +228,20 @@ def windows_of(
     swa_block_table: Int32,
     window_size: int,
 ) -> KeySlots:
-    """The slots of every window: the step's, if they belong to this call, or made here."""
+    """The slots of every window: the step's, if the cache's pages lie as they say, or made here."""
     pages = pages_of("swa_cache", swa_cache)
-    if slots is None:
+    if slots is not None and slots.window_size != window_size:
+        hint = "one KeySlots serves the layers of one window, for one step"
+        raise contract_error("slots", f"be of window_size {window_size}", slots.window_size, hint)
+    if slots is None or slots.pages != pages:
         return window_slots(rows, positions, swa_block_table, window_size, pages)
-    if (slots.window_size, slots.pages) != (window_size, pages):
-        raise contract_error(
-            "slots",
-            f"be of window_size {window_size} and {pages}",
-            f"{slots.window_size} and {slots.pages}",
-            "one KeySlots serves the layers whose raw keys lie alike, for one step",
-        )
     return slots
 
 
-def check_entries(entries: EntrySlots, pages: Pages, shape: tuple[int | str, ...], num_queries: int) -> None:
+def check_entries(entries: EntrySlots, shape: tuple[int | str, ...], num_queries: int) -> None:
     """Refuse lists of entries that belong to another call."""
-    if entries.kind != "all" or entries.pages != pages:
-        raise contract_error(
-            "entries",
-            f"be all of {pages}",
-            f"{entries.kind} of {entries.pages}",
-            "entry_slots makes them",
-        )
+    if entries.kind != "all":
+        raise contract_error("entries", "list all entries", repr(entries.kind), "attention_lists makes them")
     check_tensor("entries.slots", entries.slots, ("int32",), shape, "one list an operator row")
     check_tensor("entries.counts", entries.counts, ("int32",), (num_queries,), "one count a query")
 

@@ -17,7 +17,16 @@ from dsacp_npu.kernels.attention_tiles import ENTRIES_A_TASK, LARGEST_LIST, LARG
 from dsacp_npu.visibility import visible_entries
 from dsacp_ref.spec import INT32_MAX, UnsupportedError, check_int
 
-__all__ = ["EntrySlots", "KeySlots", "Pages", "chosen_slots", "entry_slots", "key_slots", "pages_of", "window_slots"]
+__all__ = [
+    "EntrySlots",
+    "KeySlots",
+    "Pages",
+    "attention_lists",
+    "chosen_slots",
+    "entry_slots",
+    "pages_of",
+    "window_slots",
+]
 
 
 class Pages(NamedTuple):
@@ -67,35 +76,49 @@ class EntrySlots(NamedTuple):
     pages: Pages
 
 
-def key_slots(
-    swa_cache: Float,
+def attention_lists(
     swa_block_table: Int32,
+    cmp_block_table: Int32 | None,
     cu_seqlens_q: Int32,
     seqused_kv: Int32,
     *,
     num_queries: int,
+    block_sizes: tuple[int, int],
     window_size: int,
-) -> KeySlots:
-    """The slots of every query's window, for all layers whose raw keys lie alike.
+    compress_ratio: int,
+) -> dict[str, KeySlots | EntrySlots]:
+    """The lists that all layers of a ratio share in a step, by the argument of attention that takes them.
 
     Args:
-        swa_cache: float[num_blocks, block_size, head_dim], of one of these layers; its values are not read.
         swa_block_table: int32[rows, max_blocks], by raw position, one row an operator row.
+        cmp_block_table: int32[rows, max_cmp_blocks], by entry, in layers that attend to all entries; None in others.
         cu_seqlens_q: int32[rows + 1], tokens, local query offsets, first 0.
         seqused_kv: int32[rows], tokens, key extent of each row: 0, or at least the row's query length.
         num_queries: int, queries of the step, those beyond ``cu_seqlens_q[-1]`` included.
+        block_sizes: (int, int), rows of a page of raw keys, and of entries. Pages lie side by side: attention makes
+            the lists of other caches itself.
         window_size: int, tokens, >= 1.
+        compress_ratio: int, tokens per entry, >= 1.
+
+    Returns:
+        dict: ``slots``, KeySlots; ``entries``, EntrySlots, where there is a ``cmp_block_table``.
 
     Raises:
-        ContractError: a shape or dtype does not hold. Table values are checked by the attention that reads the slots.
-        UnsupportedError: no kernel runs there, or the cache has other strides than whole rows.
+        ContractError: a shape or dtype does not hold. Table values are checked by the attention that reads the lists.
+        UnsupportedError: no kernel runs there.
     """
     rows, positions = query_rows_and_positions(cu_seqlens_q, seqused_kv, num_rows=num_queries)
     check_table("swa_block_table", swa_block_table, seqused_kv)
     window_size = check_int("window_size", window_size, 1, INT32_MAX)
-    check_runs(swa_cache)
-    pages = pages_of("swa_cache", swa_cache)
-    return window_slots(rows, positions, swa_block_table, window_size, pages)
+    check_runs(swa_block_table)
+    pages, cmp_pages = (Pages(size, size) for size in block_sizes)
+    lists: dict[str, KeySlots | EntrySlots] = {
+        "slots": window_slots(rows, positions, swa_block_table, window_size, pages)
+    }
+    if cmp_block_table is not None:
+        check_table("cmp_block_table", cmp_block_table, seqused_kv)
+        lists["entries"] = entry_slots(positions, seqused_kv, cmp_block_table, compress_ratio, cmp_pages)
+    return lists
 
 
 def window_slots(rows: Int32, positions: Int32, block_table: Int32, window_size: int, pages: Pages) -> KeySlots:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from dsacp_npu._index_calls import check_call, coded_queries, parts_of, slots_of_rows
 from dsacp_npu._layer_parts import Torch
 from dsacp_npu._tensors import Float, Int32, check_floats, torch, values_known
+from dsacp_npu._triton_hadamard import hadamard
 from dsacp_npu._triton_launch import check_runs
 from dsacp_npu._triton_metadata import query_rows_and_positions
 from dsacp_npu._triton_rows import apply_rope
 from dsacp_npu._triton_scores import index_scores_slice, score_columns
 from dsacp_npu._triton_topk import chosen_of_slice
-from dsacp_npu.indexer import hadamard
 from dsacp_npu.quant import QuantizedVectors
 from dsacp_npu.visibility import visible_entries
 from dsacp_ref.spec import INT32_MAX, check_int, contract_error
@@ -27,7 +27,10 @@ projected_output = Torch.projected_output  # two matrix products
 
 
 def index_queries(qr: Float, wq_b: Float, cos: Float, sin: Float, *, index_head_dim: int) -> Float:
-    """`dsacp_npu.indexer.index_queries`, turned by the kernel; its product is in the dtype of ``qr``."""
+    """`dsacp_npu.indexer.index_queries`, turned and rotated by kernels; its product is in the dtype of ``qr``.
+
+    Limits: those of `apply_rope` and `hadamard`.
+    """
     check_floats("qr", qr, ("num_tokens", "q_lora_rank"))
     check_floats("wq_b", wq_b, ("index_n_heads * index_head_dim", qr.shape[1]), "as wide as the query latent")
     index_head_dim = check_int("index_head_dim", index_head_dim, 1)
@@ -64,15 +67,29 @@ def lightning_indexer(
     queries, weights = index_q.detach(), index_weights.detach()
     if isinstance(index_cache, QuantizedVectors):
         queries, weights = coded_queries(queries, weights, num_visible)
-    chosen = num_visible.new_empty(len(index_q), index_topk)
     columns = score_columns(index_cache, cmp_block_table)
     if columns == 0 or len(index_q) == 0:
-        return chosen.fill_(-1)
-    step = max(1, min(len(index_q), SLICE_NUMBERS // columns))
-    scores = index_q.new_empty(step, columns, dtype=torch.float32)
-    for first in range(0, len(index_q), step):
-        count = min(step, len(index_q) - first)
+        return num_visible.new_full((len(index_q), index_topk), -1)
+    return chosen_in_slices(queries, weights, index_cache, cmp_block_table, rows, num_visible, index_topk, columns)
+
+
+def chosen_in_slices(
+    queries: Float | QuantizedVectors,
+    weights: Float,
+    index_cache: Float | QuantizedVectors,
+    block_table: Int32,
+    rows: Int32,
+    num_visible: Int32,
+    index_topk: int,
+    columns: int,
+) -> Int32:
+    """The choice of every query, from arguments that are known to be right (`index_scores_slice`)."""
+    chosen = num_visible.new_empty(len(rows), index_topk)
+    step = max(1, min(len(rows), SLICE_NUMBERS // columns))
+    scores = torch.empty(step, columns, dtype=torch.float32, device=rows.device)
+    for first in range(0, len(rows), step):
+        count = min(step, len(rows) - first)
         some = slice(first, first + count)
-        index_scores_slice(queries, weights, index_cache, cmp_block_table, rows, num_visible, first, count, scores)
+        index_scores_slice(queries, weights, index_cache, block_table, rows, num_visible, first, count, scores)
         chosen_of_slice(scores[:count], num_visible[some], index_topk, chosen[some])
     return chosen

@@ -21,6 +21,7 @@ KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8", torch.
 WIDE_NUMBERS = 1 << 31  # of a cache, from which on an offset does not fit int32
 TASKS_A_PROGRAM = 4  # to be had by sharing out keys where queries are few
 TILES_A_TASK = 4  # at least, for queries are loaded anew
+RESIDENT = 3  # programs that a multiprocessor of a GPU runs at a time
 
 
 def index_scores(index_q: Float, index_weights: Float, index_keys: Float) -> Float:
@@ -140,10 +141,11 @@ def launch(
     q, *q_scales = parts_of(call.queries)
     values, *scales = parts_of(call.index_cache)
     num_blocks = -(-count // tile.queries)
-    programs = programs_for(out, cube=True, waves=tile.waves)
+    programs = programs_for(out, cube=True, waves=tile.waves or RESIDENT)
     most = max(1, out.shape[1] // (tile.keys * TILES_A_TASK))
     num_splits = min(-(-TASKS_A_PROGRAM * programs // num_blocks), most)
-    scores_kernel[(min(programs, num_blocks * num_splits),)](
+    num_tasks = num_blocks * num_splits
+    scores_kernel[(min(programs, num_tasks) if tile.waves else num_tasks,)](
         q.contiguous(),
         q_scales[0].contiguous() if q_scales else None,
         call.weights.contiguous(),

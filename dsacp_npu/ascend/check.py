@@ -99,12 +99,6 @@ def compile_check(
         ContractError: no such target, no kernel, or arguments that the kernel does not have.
         ImportError: triton-ascend or ascendnpu-ir is missing; the text has the command that gets it.
         UnsupportedError: the process interprets kernels (``TRITON_INTERPRET=1``).
-
-    Example::
-
-        report = compile_check(kernel, {"x": "*fp32", "y": "*fp32", "n": "i32"}, {"BLOCK": 1024})
-        assert report.ok, report.error
-        print(report.planned["ub"], "of", report.available["ub"], [lint.name for lint in report.lints])
     """
     check_choice("target", target, tuple(TARGETS))
     check_bool("multibuffer", multibuffer)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from dsacp_npu import backend
 from dsacp_npu._tensors import Float, Int32, torch
 from dsacp_npu.extents import build_cp_local_metadata
+from dsacp_npu.quant import QuantizedVectors
 from dsacp_ref.spec import UnsupportedError
 
 HEAD_DIM, WINDOW, PAGE, CMP_PAGE = 512, 128, 128, 64
@@ -22,6 +23,7 @@ INDEX_HEADS, INDEX_DIM = 64, 128
 SCALE = HEAD_DIM**-0.5
 TOKENS = 4096  # queries, the last ones of a prompt
 WARM_UPS, CALLS = 10, 40
+CAPTURED = 50  # calls in one graph, so that replaying it costs little a call
 ROWS_CHECKED = 6
 LOGIT_BOUND = 40.0  # of the data here: normal numbers, scaled
 
@@ -132,10 +134,19 @@ def rows_in_order(cache: Float, table: Int32) -> Float:
 
 
 def attention_of(prompt: Prompt, chosen: Int32 | None, ratio: int, bound: float | None) -> Callable[[], Any]:
-    """The backend's call for this layer."""
+    """The backend's call for this layer; the lists that all layers of a step share are made before."""
     ops = backend.get("triton")
     swa, lengths = prompt[1:3], prompt[5:]
-    sizes: dict[str, Any] = {"window_size": WINDOW, "softmax_scale": SCALE, "logit_bound": bound}
+    lists = ops.attention_lists(
+        prompt.swa_table,
+        prompt.cmp_table if ratio > 1 and chosen is None else None,
+        *lengths[:2],
+        num_queries=len(prompt.q),
+        block_sizes=(PAGE, CMP_PAGE),
+        window_size=WINDOW,
+        compress_ratio=ratio,
+    )
+    sizes: dict[str, Any] = {"window_size": WINDOW, "softmax_scale": SCALE, "logit_bound": bound, **lists}
     if ratio == 1:
         return lambda: ops.window_attention(prompt.q, *swa, *lengths, **sizes)
     sizes["compress_ratio"] = ratio
@@ -227,7 +238,7 @@ ATTENTION = [  # heads, entries, chosen (None: all), ratio
     ("ratio 4, 32 heads, 128 + 512 of 8k", 32, 8192, 512, 4),
     ("window only, 64 heads", 64, 0, None, 1),
     ("window only, 128 heads", 128, 0, None, 1),
-    ("ratio 128, 64 heads, 128 + 64..96", 64, 64, None, 128),
+    ("ratio 128, 64 heads, 128 + 32..64", 64, 32, None, 128),
     ("ratio 128, 64 heads, 128 + 1024..1056", 64, 1024, None, 128),
 ]
 
@@ -294,9 +305,28 @@ def scores(tokens: int) -> None:
             return ops.lightning_indexer(q, w, cache, table, *n, compress_ratio=4, index_topk=512)
 
         line(f"lightning_indexer, {entries} to {entries + tokens // 4} entries", milliseconds(step), "")
+        line("  scores in float8 and top-k 512", milliseconds(float8_step(q, weights, keys)), "")
         peer = deep_gemm(q, weights, keys)
         if peer:
             line("  DeepGEMM fp8 scores + torch.topk(512)", milliseconds(peer), "")
+
+
+def float8_step(q: Float, weights: Float, keys: Float) -> Callable[[], Any]:
+    """Scores of float8 queries and keys, a slice at a time, and the choice of 512."""
+    launchers, indexer = (import_module(f"dsacp_npu._triton_{name}") for name in ("scores", "indexer"))
+    table = shuffled_table(len(keys), WINDOW, 8)
+    blocks = keys.view(-1, WINDOW, INDEX_DIM)
+    cache = torch.empty_like(blocks)
+    cache[table[0].long()] = blocks
+    ones = [torch.ones(shape, device="cuda") for shape in (q.shape[:2], cache.shape[:2])]
+    coded, stored = (
+        QuantizedVectors(part.to(torch.float8_e4m3fn), scale) for part, scale in zip((q, cache), ones, strict=True)
+    )
+    rows = torch.zeros(len(q), dtype=torch.int32, device="cuda")
+    visible, wide = torch.full_like(rows, len(keys)), weights.float()
+    return lambda: indexer.chosen_in_slices(
+        coded, wide, stored, table, rows, visible, 512, launchers.score_columns(stored, table)
+    )
 
 
 def check_choice(chosen: Int32, found: Float, topk: int) -> None:
@@ -323,17 +353,37 @@ def deep_gemm(q: Float, weights: Float, keys: Float) -> Callable[[], Any] | None
 
 
 def metadata(tokens: int) -> None:
-    """One rank's lengths and extents, from lengths on the device."""
+    """One rank's lengths and extents, from lengths on the device: in a captured graph, and called from Python."""
     ops = backend.get("triton")
-    print("metadata of rank 3 of 8, lengths on the device; us per call, and launches")
+    print(f"metadata of rank 3 of 8, lengths on the device: one of {CAPTURED} in a captured graph, and from Python")
     for num_reqs in (1, 7, 32, 128, 1024):
         lens = torch.randint(1, 40, (num_reqs,), generator=torch.Generator().manual_seed(num_reqs), dtype=torch.int32)
         loc = torch.cat([torch.zeros(1, dtype=torch.int32), lens.cumsum(0, dtype=torch.int32)])
         total = int(loc[-1])
         batch = (loc.cuda(), (lens + 50).cuda(), 8, 3, None, None)
-        times = milliseconds(lambda b=batch, n=total: ops.build_cp_local_metadata(*b, num_input_tokens=n))
-        plain = milliseconds(lambda b=batch, n=total: build_cp_local_metadata(*b, num_input_tokens=n))
-        line(f"{num_reqs} requests", times, f"x torch's operations {plain[0] / times[0]:.1f} ({plain[0]:.3f} ms)")
+        calls = [
+            lambda b=batch, n=total, build=build: build(*b, num_input_tokens=n)
+            for build in (ops.build_cp_local_metadata, build_cp_local_metadata)
+        ]
+        replayed, called = ([1000 * milliseconds(form(call))[0] for call in calls] for form in (captured, lambda c: c))
+        ours, theirs = (
+            f"{graph / CAPTURED:5.1f} us, from Python {python:4.0f} us"
+            for graph, python in zip(replayed, called, strict=True)
+        )
+        print(f"  {num_reqs:5d} requests: {ours}; torch's operations: {theirs}")
+
+
+def captured(call: Callable[[], object]) -> Callable[[], object]:
+    """The launches of many calls, recorded once, without the Python that made them."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CAPTURED):
+            call()
+    return graph.replay
 
 
 SECTIONS: dict[str, Callable[[int], None]] = {"attention": attention, "indexer": scores, "metadata": metadata}

@@ -47,8 +47,8 @@ class Job(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
     parser.epilog = EPILOG
-    target = f"a chip, as often as wanted; default: {', '.join(DEFAULT_TARGETS)}"
-    parser.add_argument("--target", action="append", metavar="CHIP", help=target)
+    target = f"chips; default: {', '.join(DEFAULT_TARGETS)}"
+    parser.add_argument("--target", nargs="+", metavar="CHIP", help=target)
     parser.add_argument("--kernel", nargs="+", metavar="NAME", help="only those with this in their name")
     parser.add_argument("--own", metavar="MODULE:KERNEL", help="a kernel of yours instead; MODULE may be a .py file")
     types = "types of its arguments that are no constexprs, in order: '*bf16,i32,fp32'"

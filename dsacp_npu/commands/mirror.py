@@ -92,9 +92,7 @@ def with_in_place(names: Sequence[str], *modules: ModuleType | None) -> Iterator
             yield f"{name}_"
 
 
-def table_of(
-    module: str, torch_module: ModuleType | None, cann: ModuleType | None, kernels: ModuleType | None
-) -> str:
+def table_of(module: str, torch_module: ModuleType | None, cann: ModuleType | None, kernels: ModuleType | None) -> str:
     """One module of the reference: what its names have in torch, in cann, in triton and on an NPU."""
     reference = import_module(f"dsacp_ref.{module}")
     rows = []
@@ -106,7 +104,8 @@ def table_of(
             in_cann = CONTRACT if name in public(cann) or takes else NONE
             in_triton = kernels is not None and (name in kernels.FUNCTIONS or takes)
             on_npu = NOT_RUN if in_triton or {in_torch, in_cann} != {NONE} else NONE
-            triton = (COMPILED, ONCE) if in_triton else (NONE, NONE)
+            products = in_triton and kernels.KERNEL_FILES.get(name) == ()  # torch's alone
+            triton = (TESTED if products else COMPILED, ONCE) if in_triton else (NONE, NONE)
             rows.append((f"`{name}`", in_torch, in_cann, *triton, on_npu))
         else:
             rows.append((described(name, value), in_torch, *[NONE] * 4))

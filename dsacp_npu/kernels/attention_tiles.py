@@ -42,9 +42,9 @@ class Tile(NamedTuple):
     waves: int = 1
 
 
-def on_gpu(heads: int, warps: int, *, waves: int) -> Tile:
-    """A tile of a GPU: 64 keys, halves, one loop, two stages."""
-    return Tile(heads, 64, True, True, warps, 2, waves)
+def on_gpu(heads: int, warps: int, *, waves: int = 0, one_loop: bool = True) -> Tile:
+    """A tile of a GPU: 64 keys, halves, two stages."""
+    return Tile(heads, 64, True, one_loop, warps, 2, waves)
 
 
 # By heads, of which more are several blocks, and by form of the softmax. On A2 sums of 64 heads do not fit beside their
@@ -67,10 +67,10 @@ TILES: dict[str, dict[tuple[int, str], Tile]] = {
         (64, "online"): Tile(32, 64),
     },
     "cuda": {
-        (16, "fixed"): on_gpu(16, 4, waves=2),
-        (16, "online"): on_gpu(16, 4, waves=2),
-        (32, "fixed"): on_gpu(32, 4, waves=2),
-        (32, "online"): on_gpu(32, 4, waves=2),
+        (16, "fixed"): on_gpu(16, 4, one_loop=False),
+        (16, "online"): on_gpu(16, 4, one_loop=False),
+        (32, "fixed"): on_gpu(32, 4),
+        (32, "online"): on_gpu(32, 4),
         (64, "fixed"): on_gpu(64, 8, waves=1),
         (64, "online"): on_gpu(64, 8, waves=1),
     },

@@ -28,7 +28,7 @@ class Tile(NamedTuple):
     Fields:
         queries: queries that share a tile of keys.
         keys: keys of a tile.
-        waves: programs a multiprocessor of a GPU.
+        waves: programs a multiprocessor of a GPU; 0 is one program a task.
         options: launch options of a GPU.
     """
 
@@ -45,16 +45,16 @@ ASCEND_TILES = {
     for together in (True, False)
 }
 PIPELINED = MappingProxyType({"num_warps": 4, "num_stages": 3})
+SHALLOW = MappingProxyType({"num_warps": 4, "num_stages": 2})
 TILES: dict[str, dict[tuple[str, bool], tuple[Tile, ...]]] = {
     "a2": ASCEND_TILES,
     "a5": ASCEND_TILES,
-    # As many programs as registers and shared memory let run side by side: one's arithmetic hides another's sums.
+    # A program a task: as many as fit run side by side, and one's arithmetic hides another's sums.
     "cuda": {
-        (kind, together): (Tile(2, 64, 2 if CODECS[kind] == "float" else 3, PIPELINED),)
-        if together
-        else (Tile(1, 64, 3, PIPELINED),)
-        for kind in CODECS
-        for together in (True, False)
+        **{(kind, False): (Tile(1, 64, 0, PIPELINED),) for kind in CODECS},
+        **{(kind, True): (Tile(2, 64, 0, SHALLOW),) for kind in ("bf16", "fp16")},
+        ("i8", True): (Tile(2, 64, 0, PIPELINED),),
+        ("fp8e4nv", True): (Tile(2, 128, 0, PIPELINED), Tile(2, 64, 0, PIPELINED)),
     },
 }
 

@@ -23,8 +23,9 @@ def missing() -> str:
 
 
 MISSING = missing()
-# Doctests are looked for in every file, and this one cannot be imported without Triton.
-collect_ignore = [str(Path(__file__).with_name("kernels.py"))] if MISSING else []
+# Doctests are looked for in every file, and these cannot be imported without Triton.
+NEED_TRITON = ("kernels.py", "executed.py", "interpreted.py")
+collect_ignore = [str(Path(__file__).with_name(name)) for name in NEED_TRITON] if MISSING else []
 
 
 def kernels_or_skip() -> Any:

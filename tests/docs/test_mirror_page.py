@@ -46,7 +46,8 @@ def test_every_status_is_one_of_the_words() -> None:
         if line.startswith("| `") and not line.startswith("| `dsacp_")
     ]
     statuses = {cell.strip() for row in cells for cell in row[-2:]}
-    assert statuses <= {mirror.TESTED, mirror.CONTRACT, mirror.NOT_RUN, mirror.NONE}
+    words = {mirror.TESTED, mirror.CONTRACT, mirror.COMPILED, mirror.ONCE, mirror.NOT_RUN, mirror.NONE}
+    assert statuses <= words
     assert not [row for row in cells if mirror.TESTED in row[-1]], "nothing has run on an NPU"
 
 
@@ -98,3 +99,12 @@ def test_what_runs_over_processes_was_run_there() -> None:
     texts = "\n".join(path.read_text() for path in (TESTS / "distributed").glob("*.py"))
     unrun = [name for name in functions_of("distributed") if not re.search(rf"\b{name}\b", texts)]
     assert unrun == []
+
+
+def test_what_is_called_compiled_is_named_by_a_test_of_kernels() -> None:
+    """Those tests run where Triton-Ascend is (`make ascend`); here only that they are there."""
+    kernels = Path(__file__).parents[1] / "kernels"
+    text = "\n".join(path.read_text() for path in sorted(kernels.glob("test_*.py")))
+    compiled = [line.split("`")[1] for line in mirror.page().splitlines() if f"| {mirror.COMPILED} |" in line]
+    assert len(compiled) > 30
+    assert [name for name in compiled if name not in text] == []

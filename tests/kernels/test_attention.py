@@ -101,13 +101,17 @@ def test_values_that_nobody_may_read_change_nothing(form) -> None:
     q, cache, table = to_torch(made.args[:3], "bfloat16")
     places = to_torch(HERE.row_args[:2])
     with mock.patch("dsacp_npu._tensors.readable", return_value=False):
-        slots = _triton_attention.key_slots(cache, table, *places, num_queries=len(q), window_size=HERE.window)
-        options: dict[str, Any] = {"slots": slots}
-        if form == "all_entries":
-            cmp_cache, cmp_table = to_torch(HERE.cmp_args)
-            pages = _triton_attention.pages_of("cmp_cache", cmp_cache)
-            found = _triton_attention.entry_slots(slots.positions, places[1], cmp_table, HERE.ratio, pages)
-            options["entries"] = found
+        cmp_cache, cmp_table = to_torch(HERE.cmp_args)
+        options = _triton_attention.attention_lists(
+            table,
+            cmp_table if form == "all_entries" else None,
+            *places,
+            num_queries=len(q),
+            block_sizes=(cache.shape[1], cmp_cache.shape[1]),
+            window_size=HERE.window,
+            compress_ratio=HERE.ratio,
+        )
+        assert ("entries" in options) == (form == "all_entries")
         assert_same(launched(HERE, form), want)
         assert_same(launched(HERE, form, **options), want)
 
@@ -201,12 +205,18 @@ def test_a_bound_is_a_positive_number() -> None:
 def test_slots_of_another_call_are_refused() -> None:
     made = form_case(HERE, "window")
     args = to_torch(made.args, "bfloat16")
-    slots = _triton_attention.key_slots(*args[1:5], num_queries=len(HERE.q), window_size=HERE.window)
-    longer = _triton_attention.key_slots(*args[1:5], num_queries=len(HERE.q) + 1, window_size=HERE.window)
-    for wrong in (longer, slots._replace(window_size=3), slots._replace(pages=_triton_attention.Pages(4, 5))):
+    sizes = {"block_sizes": (args[1].shape[1],) * 2, "window_size": HERE.window, "compress_ratio": 4}
+    cmp_table = to_torch(HERE.cmp.table)
+    lists, longer = (
+        _triton_attention.attention_lists(args[2], cmp_table, *args[3:5], num_queries=len(HERE.q) + more, **sizes)
+        for more in (0, 1)
+    )
+    slots, found = lists["slots"], lists["entries"]
+    for wrong in (longer["slots"], slots._replace(window_size=3)):
         with pytest.raises(ContractError, match="slots"):
             launched(HERE, "window", slots=wrong)
-    found = _triton_attention.entry_slots(slots.positions, args[4], to_torch(HERE.cmp.table), 4, slots.pages)
+    elsewhere = slots._replace(pages=_triton_attention.Pages(4, 5), window=slots.window * 0)
+    assert_same(launched(HERE, "window", slots=elsewhere), launched(HERE, "window"))  # made anew
     for wrong in (found._replace(kind="selected"), found._replace(slots=found.slots[1:])):
         with pytest.raises(ContractError, match="entries"):
             launched(HERE, "all_entries", entries=wrong)

@@ -11,6 +11,7 @@ import torch
 
 from dsacp_npu import backend, layer
 from dsacp_npu.layer import LayerCache
+from dsacp_npu.step import step_metadata
 from tests.cann.test_layer import KINDS, LEGAL, legal_world
 from tests.compare import assert_within_budget
 from tests.kernels import harness
@@ -18,6 +19,8 @@ from tests.kernels.test_layer import float64_step, on_kernels
 from tests.layer_strategies import Kind
 from tests.mirror.common import mapped, to_torch
 from tests.mirror.test_devices import no_waiting
+from tests.module import test_cann as on_operators
+from tests.module.worlds import layers_of
 
 RUNS = 20  # of each call that is looked at for races
 ATTENTION_HEADS = (8, 16, 32, 64, 128)
@@ -166,3 +169,58 @@ def test_a_layer_of_chunks(kind: Kind) -> None:
         assert_within_budget(alone.output.cpu(), exact, plain.output, "one device")
         cache, done = LayerCache(*alone.cache), ends
     assert np.isfinite(exact).all()
+
+
+def model_on(device: str, seed: int, name: str = "triton") -> tuple[Any, list[Any], Any]:
+    """A model of three layers, its modules on a backend, and caches, on a device."""
+    model = on_operators.model_of(seed)
+    layers = layers_of(model, dtype="bfloat16", backend=backend.get(name), device=device)
+    sizes = {"num_tokens": 160, "max_requests": 3, "block_size": 16, "cmp_block_size": 16, "device": device}
+    return model, layers, on_operators.Caches(on_operators.CONFIG, range(3), **sizes)
+
+
+def rows_of(model: Any, caches: Any, new_tokens: dict[str, int], device: str) -> torch.Tensor:
+    """The rows of a step's tokens."""
+    done = {name: caches.num_computed_tokens(name) for name in new_tokens}
+    rows = [model.x[name][done[name] : done[name] + count] for name, count in new_tokens.items()]
+    return torch.tensor(np.concatenate(rows)).bfloat16().to(device)
+
+
+def test_a_captured_graph_replays_over_steps() -> None:
+    """The module's decode steps, captured once: lists of slots are filled in with the rest of a step's metadata."""
+    model, layers, caches = model_on("cuda", 5)
+    _, plain_layers, plain_caches = model_on("cpu", 5, "torch")
+    sizes = {"num_slots": 3, "num_input_tokens": 3, "decode_query_len": 1}
+    for new_tokens in ({"a": 130}, {"b": 4}):
+        for name in new_tokens:
+            caches.open(name)
+            plain_caches.open(name)
+        for some, held, device in ((layers, caches, "cuda"), (plain_layers, plain_caches, "cpu")):
+            step, x = step_metadata(some, held, new_tokens), rows_of(model, held, new_tokens, device)
+            for layer_ in some:
+                layer_(x, step, held[layer_.layer_idx])
+    static = step_metadata(layers, caches, {}, **sizes)
+    x = torch.zeros(3, model.config.hidden_size, dtype=torch.bfloat16, device="cuda")
+
+    def forward() -> list[torch.Tensor]:
+        return [layer_(x, static, caches[layer_.layer_idx].tensors) for layer_ in layers]
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        forward()  # idle slots: it writes nothing, and compiles what must not be compiled while capturing
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = forward()
+    for new_tokens in ({"a": 1, "b": 1}, {"b": 1}, {"b": 1, "a": 1}):
+        rows = rows_of(model, caches, new_tokens, "cuda")
+        static.fill_(step_metadata(layers, caches, new_tokens, **sizes))
+        x.zero_()
+        x[: len(rows)] = rows
+        graph.replay()
+        caches.advance(static.batches[1])
+        step = step_metadata(plain_layers, plain_caches, new_tokens)
+        for layer_, got in zip(plain_layers, outputs, strict=True):
+            want = layer_(rows.cpu(), step, plain_caches[layer_.layer_idx]).float()
+            error = (got[: len(rows)].cpu().float() - want).norm() / want.norm()
+            assert error < 1e-2, (new_tokens, layer_.layer_idx, error)

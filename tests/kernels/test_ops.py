@@ -13,6 +13,8 @@ from dsacp_ref.spec import UnsupportedError
 from tests.kernels.harness import kernel_modules
 
 W8A8 = ("quant_matmul", "quantized_rows", "rms_norm_quantized")
+# What a step or an engine asks of the kernels alone.
+ALONE = {"apply_inverse_rope_", "apply_rope_", "attention_lists", "packed_heads", "rms_norm", "unpacked_heads"}
 
 
 def test_the_backend_has_what_its_table_says() -> None:
@@ -21,9 +23,10 @@ def test_the_backend_has_what_its_table_says() -> None:
     assert sorted(found.functions) == sorted(triton_ops.FUNCTIONS) == sorted(triton_ops.KERNEL_FILES)
     files = {file for files in triton_ops.KERNEL_FILES.values() for file in files}
     assert files <= set(kernel_modules())
+    assert {*triton_ops.FUNCTIONS} - {*backend.get("torch").functions} <= ALONE
 
 
-@pytest.mark.parametrize("name", sorted(triton_ops.FUNCTIONS))
+@pytest.mark.parametrize("name", sorted({*triton_ops.FUNCTIONS} & {*backend.get("torch").functions}))
 def test_a_function_takes_what_its_twin_takes(name: str) -> None:
     """Attention takes a bound of logits and lists of slots beside it."""
     mine = inspect.signature(getattr(backend.get("triton"), name)).parameters
