@@ -113,15 +113,25 @@ def without_codes(cache: LayerCache) -> LayerCache:
     return cache._replace(index_cache=torch.zeros(cache.index_cache.values.shape, dtype=torch.bfloat16))
 
 
-def run_beside(world: World, chunks: list[list[int]], step: Callable[..., list[np.ndarray]]) -> None:
-    """Every chunk on the operators (by ``step``), in plain bfloat16 torch and in float64, given one selection."""
+def run_beside(
+    world: World,
+    chunks: list[list[int]],
+    step: Callable[..., list[Any]],
+    *,
+    spy_on: Callable[[], Any] = Spy,
+    cache_of: Callable[[ref.LayerCache], LayerCache] = on_operators,
+) -> None:
+    """Every chunk on a backend (by ``step``), in plain bfloat16 torch and in float64, given one selection.
+
+    ``spy_on`` makes what listens to the backend, ``cache_of`` the cache as the backend keeps it.
+    """
     kind, done = world.kind, [0] * len(world.x)
-    weights, cache = to_torch(world.weights, "bfloat16"), on_operators(world.cache)
+    weights, cache = to_torch(world.weights, "bfloat16"), cache_of(world.cache)
     for new in chunks:
         ends = [a + b for a, b in zip(done, new, strict=True)]
         x, batch = world.step(done, ends, idle=(1,))
         x, batch = to_torch(x, "bfloat16"), to_torch(batch)
-        spy = Spy()
+        spy = spy_on()
         alone = layer.attention_layer(x, weights, cache, batch, LEGAL, compress_ratio=kind.ratio, backend=spy.backend)
         spy.check()
         topk = alone.topk_indices if kind.indexer else None
@@ -135,6 +145,44 @@ def run_beside(world: World, chunks: list[list[int]], step: Callable[..., list[n
             if num_tokens and real.any():
                 assert_within_budget(mine, exact[rows[real]], plain.output[rows[real]], f"rank {rank}")
         cache, done = alone.cache, ends
+
+
+def by_cut(cut: Cut, kind: Kind, ops: Backend) -> Callable[..., list[tuple[np.ndarray, torch.Tensor]]]:
+    """A step over ranks on a backend: each rank's token of every output row, and its rows. Pad rows come in as NaN."""
+
+    def over_ranks(x: torch.Tensor, weights: Any, cache: LayerCache, batch: Any, topk: Any) -> Any:
+        partition = partition_tokens(batch.query_start_loc.numpy(), cut.cp_size, split=cut.split)
+        own = [np.where(tokens < 0, len(x), tokens) for tokens in partition.token_indices]
+        padded = torch.cat([x, torch.full((1, x.shape[1]), float("nan"), dtype=x.dtype)])
+        out = layer.layer_over_ranks(
+            [x] * cut.cp_size if cut.rows == "full" else [padded[index] for index in own],
+            weights,
+            [cache] * cut.cp_size,
+            batch,
+            LEGAL,
+            compress_ratio=kind.ratio,
+            given_topk=topk,
+            backend=ops,
+            **cut.modes,
+        )
+        every = np.arange(int(batch.query_start_loc[-1]))
+        return [
+            (every if cut.rows == "full" else tokens, output)
+            for tokens, output in zip(partition.token_indices, out.outputs, strict=True)
+        ]
+
+    return over_ranks
+
+
+def by_heads(kind: Kind, ops: Backend) -> Callable[..., list[tuple[np.ndarray, torch.Tensor]]]:
+    """A step by heads over two ranks on a backend."""
+
+    def halves(x: torch.Tensor, weights: Any, cache: LayerCache, batch: Any, topk: Any) -> Any:
+        out = layer.head_parallel_layer(x, weights, [cache] * 2, batch, LEGAL, compress_ratio=kind.ratio, backend=ops)
+        every = np.arange(int(batch.query_start_loc[-1]))
+        return [(every, output) for output in out.outputs]
+
+    return halves
 
 
 @st.composite
@@ -162,50 +210,19 @@ def test_layer_over_ranks_on_the_emulator(seed: int, chunks: list[list[int]]) ->
     for kind in KINDS:
         world = legal_world(seed, [sum(new) for new in zip(*chunks, strict=True)], kind)
 
-        def over_ranks(
-            x: torch.Tensor, weights: Any, cache: LayerCache, batch: Any, topk: Any, kind: Kind = kind
-        ) -> list[tuple[np.ndarray, torch.Tensor]]:
-            output_mode = ("all_to_all", "gather_weight", "replicated_weight")[int(rng.integers(3))]
-            rows, key_mode = [("full", "replicate"), ("scattered", "gather_hidden")][int(rng.integers(2))]
-            # Shares of heads must be a multiple of 4, which the operator asks for.
-            size = int(rng.choice([1, 2])) if output_mode == "all_to_all" else int(rng.integers(1, 9))
-            cut = Cut(size, str(rng.choice(splits)), rows, key_mode, output_mode)
-            partition = partition_tokens(batch.query_start_loc.numpy(), size, split=cut.split)
-            own = [np.where(tokens < 0, len(x), tokens) for tokens in partition.token_indices]
-            padded = torch.cat([x, torch.full((1, x.shape[1]), float("nan"), dtype=x.dtype)])
-            out = layer.layer_over_ranks(
-                [x] * size if rows == "full" else [padded[index] for index in own],
-                weights,
-                [cache] * size,
-                batch,
-                LEGAL,
-                compress_ratio=kind.ratio,
-                given_topk=topk,
-                backend=backend.get("cann"),
-                **cut.modes,
-            )
-            every = np.arange(int(batch.query_start_loc[-1]))
-            return [
-                (every if rows == "full" else tokens, output)
-                for tokens, output in zip(partition.token_indices, out.outputs, strict=True)
-            ]
-
-        run_beside(world, chunks, over_ranks)
+        output_mode = ("all_to_all", "gather_weight", "replicated_weight")[int(rng.integers(3))]
+        rows, key_mode = [("full", "replicate"), ("scattered", "gather_hidden")][int(rng.integers(2))]
+        # Shares of heads must be a multiple of 4, which the operator asks for.
+        size = int(rng.choice([1, 2])) if output_mode == "all_to_all" else int(rng.integers(1, 9))
+        cut = Cut(size, str(rng.choice(splits)), rows, key_mode, output_mode)
+        run_beside(world, chunks, by_cut(cut, kind, backend.get("cann")))
 
 
 @by_ratio
 def test_head_parallel_layer_on_the_emulator(kind: Kind) -> None:
     """Decode: each rank runs its share of the heads on the operators."""
     world = legal_world(kind.ratio, [131, 5], kind)
-
-    def by_heads(x: torch.Tensor, weights: Any, cache: LayerCache, batch: Any, topk: Any) -> list[Any]:
-        out = layer.head_parallel_layer(
-            x, weights, [cache] * 2, batch, LEGAL, compress_ratio=kind.ratio, backend=backend.get("cann")
-        )
-        every = np.arange(int(batch.query_start_loc[-1]))
-        return [(every, output) for output in out.outputs]
-
-    run_beside(world, [[130, 4], [1, 1]], by_heads)
+    run_beside(world, [[130, 4], [1, 1]], by_heads(kind, backend.get("cann")))
 
 
 @by_ratio

@@ -12,10 +12,10 @@ import torch
 from dsacp_npu import backend, layer
 from dsacp_npu.layer import LayerCache
 from dsacp_npu.step import step_metadata
-from tests.cann.test_layer import KINDS, LEGAL, legal_world
+from tests.cann.test_layer import KINDS, LEGAL, float64_step, legal_world
 from tests.compare import assert_within_budget
 from tests.kernels import harness
-from tests.kernels.test_layer import float64_step, on_kernels
+from tests.kernels.test_layer import on_kernels
 from tests.layer_strategies import Kind
 from tests.mirror.common import mapped, to_torch
 from tests.mirror.test_devices import no_waiting

@@ -1,8 +1,8 @@
-"""The whole layer on the kernels: one device, by heads, over ranks, and the module with its bound of logits."""
+"""The whole layer on the kernels: one device, by heads, and over ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,14 +15,11 @@ from dsacp_npu.backend import Backend
 from dsacp_npu.layer import LayerCache
 from dsacp_ref import indexer as ref_indexer
 from dsacp_ref import layer as ref
-from dsacp_ref.partition import partition_tokens
-from tests.cann.test_layer import KINDS, LEGAL, legal_world
-from tests.compare import assert_same_selection, assert_within_budget, scoring_noise
-from tests.layer_strategies import Cut, Kind, World
+from tests.cann import test_layer as stories
+from tests.cann.test_layer import LEGAL, by_cut, by_heads, by_ratio, legal_world
+from tests.compare import assert_same_selection, scoring_noise
+from tests.layer_strategies import Cut, Kind
 from tests.mirror.common import to_numpy, to_torch
-
-Step = Callable[..., list[tuple[np.ndarray, torch.Tensor]]]
-by_ratio = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"ratio {kind.ratio}")
 
 
 class Spy:
@@ -41,6 +38,9 @@ class Spy:
         assert_same_selection(chosen, due, scores64, scoring_noise(scores64, plain) if scores64.size else 0.0)
         return chosen
 
+    def check(self) -> None:
+        """Every choice was looked at as it was made."""
+
 
 def whole_scores(args: tuple[Any, ...]) -> np.ndarray:
     """Every query's scores of all that its operator row's table names, whatever it sees."""
@@ -57,33 +57,7 @@ def on_kernels(cache: ref.LayerCache) -> LayerCache:
     return LayerCache(*(to_torch(part, "bfloat16") for part in cache[:3]), *(to_torch(state) for state in cache[3:]))
 
 
-def float64_step(x: Any, weights: Any, cache: LayerCache, batch: Any, kind: Kind, topk: torch.Tensor | None) -> Any:
-    """The definition's output of the same step from the same rounded numbers, given the selection."""
-    args = to_numpy((x, weights, cache, batch), "float64")
-    given_topk = None if topk is None else topk.numpy()
-    return ref.attention_layer(*args, LEGAL, compress_ratio=kind.ratio, given_topk=given_topk).output
-
-
-def run_beside(world: World, chunks: list[list[int]], step: Step) -> None:
-    """Every chunk on the kernels (by ``step``), in plain bfloat16 torch and in float64, given one selection."""
-    kind, done = world.kind, [0] * len(world.x)
-    weights, cache = to_torch(world.weights, "bfloat16"), on_kernels(world.cache)
-    for new in chunks:
-        ends = [a + b for a, b in zip(done, new, strict=True)]
-        x, batch = world.step(done, ends, idle=(1,))
-        x, batch = to_torch(x, "bfloat16"), to_torch(batch)
-        alone = layer.attention_layer(x, weights, cache, batch, LEGAL, compress_ratio=kind.ratio, backend=Spy().backend)
-        topk = alone.topk_indices if kind.indexer else None
-        plain = layer.attention_layer(x, weights, cache, batch, LEGAL, compress_ratio=kind.ratio, given_topk=topk)
-        exact = float64_step(x, weights, cache, batch, kind, topk)
-        num_tokens = int(batch.query_start_loc[-1])
-        assert_within_budget(alone.output, exact, plain.output, "one device")
-        for rank, (rows, output) in enumerate(step(x, weights, cache, batch, topk)):
-            real = rows >= 0
-            mine = output[: len(rows)][torch.from_numpy(real)]
-            if num_tokens and real.any():
-                assert_within_budget(mine, exact[rows[real]], plain.output[rows[real]], f"rank {rank}")
-        cache, done = alone.cache, ends
+run_beside = partial(stories.run_beside, spy_on=Spy, cache_of=on_kernels)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -99,58 +73,23 @@ def test_attention_layer_on_the_kernels(kind: Kind, seed: int) -> None:
 def test_layer_over_ranks_on_the_kernels(kind: Kind, seed: int) -> None:
     """Every output mode, every split, and every key mode: pooled entries and gathered projections among them."""
     rng = np.random.default_rng(seed)
+    output_mode = ("all_to_all", "gather_weight", "replicated_weight")[int(rng.integers(3))]
+    modes = [("full", "replicate"), ("scattered", "gather_hidden"), ("scattered", "gather_kv"), ("full", "gather_kv")]
+    splits = ["contiguous", "zigzag", "contiguous_request"]
+    rows, key_mode = [*modes, ("scattered", "gather_compressed")][int(rng.integers(5))]
+    if key_mode != "gather_compressed":
+        splits += ["round_robin", "zigzag_ceil", "round_robin_page(4)"]
+    size = 2 if output_mode == "all_to_all" else int(rng.integers(1, 5))
+    cut = Cut(size, str(rng.choice(splits)), rows, key_mode, output_mode)
     world = legal_world(seed, [18, 4], kind)
-
-    def over_ranks(x: torch.Tensor, weights: Any, cache: LayerCache, batch: Any, topk: Any) -> Any:
-        output_mode = ("all_to_all", "gather_weight", "replicated_weight")[int(rng.integers(3))]
-        modes = [
-            ("full", "replicate"),
-            ("scattered", "gather_hidden"),
-            ("scattered", "gather_kv"),
-            ("full", "gather_kv"),
-        ]
-        splits = ["contiguous", "zigzag", "contiguous_request"]
-        rows, key_mode = [*modes, ("scattered", "gather_compressed")][int(rng.integers(5))]
-        if key_mode != "gather_compressed":
-            splits += ["round_robin", "zigzag_ceil", "round_robin_page(4)"]
-        size = 2 if output_mode == "all_to_all" else int(rng.integers(1, 5))
-        cut = Cut(size, str(rng.choice(splits)), rows, key_mode, output_mode)
-        partition = partition_tokens(batch.query_start_loc.numpy(), size, split=cut.split)
-        own = [np.where(tokens < 0, len(x), tokens) for tokens in partition.token_indices]
-        padded = torch.cat([x, torch.full((1, x.shape[1]), float("nan"), dtype=x.dtype)])
-        out = layer.layer_over_ranks(
-            [x] * size if rows == "full" else [padded[index] for index in own],
-            weights,
-            [cache] * size,
-            batch,
-            LEGAL,
-            compress_ratio=kind.ratio,
-            given_topk=topk,
-            backend=backend.get("triton"),
-            **cut.modes,
-        )
-        every = np.arange(int(batch.query_start_loc[-1]))
-        return [
-            (every if rows == "full" else tokens, output)
-            for tokens, output in zip(partition.token_indices, out.outputs, strict=True)
-        ]
-
-    run_beside(world, [[17, 3], [1, 1]], over_ranks)
+    run_beside(world, [[17, 3], [1, 1]], by_cut(cut, kind, backend.get("triton")))
 
 
 @by_ratio
 def test_head_parallel_layer_on_the_kernels(kind: Kind) -> None:
     """Decode: each rank runs its share of the heads."""
     world = legal_world(kind.ratio, [31, 5], kind)
-
-    def by_heads(x: torch.Tensor, weights: Any, cache: LayerCache, batch: Any, topk: Any) -> list[Any]:
-        out = layer.head_parallel_layer(
-            x, weights, [cache] * 2, batch, LEGAL, compress_ratio=kind.ratio, backend=backend.get("triton")
-        )
-        every = np.arange(int(batch.query_start_loc[-1]))
-        return [(every, output) for output in out.outputs]
-
-    run_beside(world, [[30, 4], [1, 1]], by_heads)
+    run_beside(world, [[30, 4], [1, 1]], by_heads(kind, backend.get("triton")))
 
 
 @by_ratio
