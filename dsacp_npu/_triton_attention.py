@@ -23,7 +23,7 @@ from dsacp_npu._triton_metadata import query_rows_and_positions
 from dsacp_npu.attention import AttentionOutput, Side
 from dsacp_npu.extents import check_extents, check_offsets
 from dsacp_npu.kernels.attention import attention_kernel, switches
-from dsacp_npu.kernels.attention_tiles import TILES, tile_key
+from dsacp_npu.kernels.attention_tiles import HEAD_DIMS, TILES, tile_key
 from dsacp_npu.paging import check_slots, slot_mapping
 from dsacp_npu.triton_ops import LOGIT_LIMIT
 from dsacp_npu.visibility import visible_entries
@@ -42,7 +42,6 @@ __all__ = [
 ]
 
 LOG2_E = 1.4426950408889634
-HEAD_DIMS = (32, 64, 128, 256, 512)
 
 
 def window_attention(

@@ -208,4 +208,6 @@ def reason(log: str, status: int = 1) -> str:
     """The lines of a log that say why a tool failed; of an assertion not the stack."""
     lines = [line.strip() for line in log.splitlines() if not re.match(r"\s*#\d+ 0x", line)]
     telling = [line for line in lines if re.search(r"error|assertion|signal|abort", line, re.IGNORECASE)]
-    return "\n".join(dict.fromkeys(telling)) or log.strip()[-1000:] or f"failed without a word, status {status}"
+    if not telling and status < 0:
+        return f"crashed by signal {-status}, without an assertion or an error"
+    return "\n".join(dict.fromkeys(telling)) or "\n".join(lines)[-1000:] or f"failed without a word, status {status}"

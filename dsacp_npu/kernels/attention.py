@@ -12,7 +12,7 @@ from typing import Any
 
 from dsacp_npu.kernels._language import tl, triton
 from dsacp_npu.kernels._records import Compilation
-from dsacp_npu.kernels.attention_tiles import TILES, Tile, tile_key
+from dsacp_npu.kernels.attention_tiles import HEAD_DIMS, TILES, Tile, tile_key
 
 __all__ = ["attention_kernel", "compilations", "switches"]
 
@@ -212,13 +212,21 @@ def compilations(family: str) -> list[Compilation]:
             lists = ("none", "selected", "all") if num_heads in (8, 64) else ("selected",)
             found += [compilation(family, num_heads, bound, entries) for entries in lists]
     found += [compilation(family, 64, bound, "selected", wide=True) for bound in (None, 70.0)]
+    found += [compilation(family, 64, None, "selected", head_dim=head_dim) for head_dim in HEAD_DIMS[:-1]]
     return [*found, compilation(family, 64, None, "selected", dtype="fp16")]
 
 
 def compilation(
-    family: str, num_heads: int, bound: float | None, entries: str, *, wide: bool = False, dtype: str = "bf16"
+    family: str,
+    num_heads: int,
+    bound: float | None,
+    entries: str,
+    *,
+    wide: bool = False,
+    dtype: str = "bf16",
+    head_dim: int = 512,
 ) -> Compilation:
-    """One of them: 512 channels, a window of 128."""
+    """One of them, with a window of 128."""
     key = tile_key(num_heads, bound)
     types = {
         "q_ptr": dtype,
@@ -233,8 +241,9 @@ def compilation(
         "out_ptr": dtype,
         "lse_ptr": "fp32",
     }
-    sizes = {"H": num_heads, "D": 512, "WINDOW": 128, "WIDTH": 128, "ENTRIES": entries, "FIXED": bound is not None}
+    sizes = {"H": num_heads, "D": head_dim, "WINDOW": 128, "WIDTH": 128, "ENTRIES": entries, "FIXED": bound is not None}
     words = [f"{num_heads} heads", key[1], entries, *(["wide"] if wide else []), *([dtype] if dtype != "bf16" else [])]
+    words += [f"{head_dim} channels"] if head_dim != 512 else []
     return Compilation(
         "attention/" + ", ".join(words),
         attention_kernel,

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 __all__ = [
     "ENTRIES_A_TASK",
+    "HEAD_DIMS",
     "LARGEST_LIST",
     "LARGEST_TABLE",
     "LIST_MULTIPLE",
@@ -19,6 +20,7 @@ LIST_MULTIPLE = 128  # lists are stored in multiples of it, of which every tile 
 LARGEST_LIST = 4096  # of one query: it is held on the chip at once
 LARGEST_TABLE = 8192  # blocks of a table row that is held on the chip at once
 ENTRIES_A_TASK = 1024  # of one operator row, listed at once
+HEAD_DIMS = (32, 64, 128, 256, 512)  # that the tiles were checked for
 
 
 class Tile(NamedTuple):

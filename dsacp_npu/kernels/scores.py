@@ -205,7 +205,7 @@ def scores_kernel(
             if CODEC != "float":
                 q_scales = q_scales_ptr + head
             gains = head_gains(weights_ptr + head, q_scales, heads, valid, CODEC)
-            # In float32: an Ascend core compares whole numbers one by one, and floats as a vector.
+            # Compared in float32, which holds every number of an entry exactly (ONE_BLOCK).
             if BQ == 1:
                 visible = tl.full([1], last, tl.float32)
             else:

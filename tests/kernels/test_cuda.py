@@ -10,14 +10,16 @@ import pytest
 import torch
 
 from dsacp_npu import backend, layer
+from dsacp_npu.compressor import CompressorWeights
 from dsacp_npu.layer import LayerCache
 from dsacp_npu.step import step_metadata
-from tests.cann.test_layer import KINDS, LEGAL, float64_step, legal_world
-from tests.compare import assert_within_budget
+from tests.cann.test_layer import KINDS, LEGAL, by_cut, float64_step, legal_world
+from tests.compare import assert_same, assert_within_budget
 from tests.kernels import harness
 from tests.kernels.test_layer import on_kernels
-from tests.layer_strategies import Kind
-from tests.mirror.common import mapped, to_torch
+from tests.layer_strategies import Cut, Kind
+from tests.maths_strategies import compressor_of
+from tests.mirror.common import compare_floats, mapped, to_numpy, to_torch
 from tests.mirror.test_devices import no_waiting
 from tests.module import test_cann as on_operators
 from tests.module.worlds import layers_of
@@ -146,6 +148,129 @@ def test_the_indexer_at_real_sizes() -> None:
     hidden = torch.arange(len(keys), device="cuda") >= visible[:, None]
     order = scores.masked_fill(hidden, -torch.inf).sort(dim=1, descending=True, stable=True).indices[:, :512]
     assert torch.equal(got.long(), order)
+
+
+LENS = torch.tensor([3, 0, 1, 40, 7, 1], dtype=torch.int32)
+LOC = torch.cat([LENS.new_zeros(1), LENS.cumsum(0, dtype=torch.int32)])
+SEQ_LENS = LENS + torch.tensor([5, 9, 0, 100, 0, 63], dtype=torch.int32)
+PADDED = {"num_input_tokens": 56}  # of the rules that cut the flat stream
+BY_REQUEST = ("contiguous_request", "zigzag", "zigzag_ceil", "zigzag_padded")
+SPLITS = {"contiguous": PADDED, "round_robin": PADDED, **{name: {} for name in BY_REQUEST}}
+SLOTS = torch.tensor([5, -1, 17, 0, 30, -1], dtype=torch.int32)
+EXACT: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+    *(("local_extents", (LOC, SEQ_LENS, 4, 1), {"split": name, **padded}) for name, padded in SPLITS.items()),
+    ("build_cp_local_metadata", (LOC, SEQ_LENS, 4, 3, None, None), {"num_input_tokens": 56}),
+    ("query_rows", (LOC,), {"num_rows": 60}),
+    ("query_positions", (LOC, SEQ_LENS), {"num_rows": 60}),
+    ("slot_mapping", (SLOTS, SLOTS.clamp(0, 1), torch.arange(8, dtype=torch.int32).view(2, 4), 16), {}),
+    ("gathered_rows", (torch.randn(4, 8, 96).bfloat16(), SLOTS), {}),
+    ("scattered_rows", (torch.randn(4, 8, 96).bfloat16(), torch.randn(6, 96).bfloat16(), SLOTS), {}),
+    ("scattered_rows_", (torch.zeros(4, 8, 96, dtype=torch.int8), torch.ones(6, 96, dtype=torch.int8), SLOTS), {}),
+]
+
+
+@pytest.mark.parametrize("call", EXACT, ids=lambda call: f"{call[0]} {call[2].get('split', '')}".strip())
+def test_integers_and_copies(call: tuple[str, tuple[Any, ...], dict[str, Any]]) -> None:
+    """To the bit what torch gives, and nothing waits for the device."""
+    name, args, words = call
+    there = on_cuda(args)
+    want = getattr(backend.get("torch"), name)(*args, **words)
+    with no_waiting():
+        got = getattr(backend.get("triton"), name)(*there, **words)
+    assert_same(on_cpu(got), want, name)
+
+
+def test_heads_go_out_and_come_back() -> None:
+    ops, x = backend.get("triton"), normal(1, 100, 16, 512)
+    packed = same_bits(lambda: ops.packed_heads(x, 4))
+    assert torch.equal(packed, torch.stack(x.chunk(4, dim=1)))
+    assert torch.equal(ops.unpacked_heads(packed), x)
+
+
+def int8_call() -> tuple[Any, ...]:
+    """Coded queries, weights and keys for `int8_index_scores`."""
+    ops = backend.get("torch")
+    coded = [ops.quantized_int8(torch.randn(shape)) for shape in ((9, 64, 128), (300, 128))]
+    return coded[0], torch.randn(9, 64).half(), coded[1]
+
+
+FLOATS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+    ("hadamard", (torch.randn(70, 64, 128).bfloat16(),), {}),
+    ("hadamard", (torch.randn(70, 128),), {}),
+    ("rms_norm", (torch.randn(70, 64, 512).bfloat16(), None, 1e-6), {}),
+    ("rms_norm", (torch.randn(70, 7168).bfloat16(), torch.randn(7168), 1e-6), {}),
+]
+
+
+@pytest.mark.parametrize("call", FLOATS, ids=lambda call: f"{call[0]} {list(call[1][0].shape)}")
+def test_rows_by_themselves(call: tuple[str, tuple[Any, ...], dict[str, Any]]) -> None:
+    name, args, words = call
+    got = same_bits(lambda: getattr(backend.get("triton"), name)(*on_cuda(args), **words))
+    wide = mapped(args, lambda tensor: tensor.double())
+    torch_function = getattr(backend.get("torch"), name)
+    assert_within_budget(got.cpu(), torch_function(*wide, **words), torch_function(*args, **words), name)
+
+
+def test_int8_scores() -> None:
+    args = int8_call()
+    got = same_bits(lambda: backend.get("triton").int8_index_scores(*on_cuda(args)))
+    plain = backend.get("torch").int8_index_scores(*args)
+    codes, weights, keys = (part.double() if isinstance(part, torch.Tensor) else part for part in args)
+    hits = torch.einsum("thd,nd->thn", codes.values.double(), keys.values.double()).relu()
+    exact = (hits * (codes.scales.double() * weights)[..., None]).sum(1) * keys.scales.double()
+    assert_within_budget(got.cpu(), exact, plain, "int8_index_scores")
+
+
+@pytest.mark.parametrize("ratio", [4, 128])
+@pytest.mark.parametrize("name", ["compress", "compress_"])
+def test_the_compressor(name: str, ratio: int) -> None:
+    """Two steps, so that the second pools from the ring; entries and state against float64."""
+    rng = np.random.default_rng(ratio)
+    made = compressor_of(rng, ratio, ratio == 4, hidden=64, d=512, pairs=32, dtype=np.float32)
+    weights = CompressorWeights(*(torch.tensor(part) for part in made.weights))
+    states = {kind: backend.get("torch").empty_state(weights, 2) for kind in ("cuda", "plain")}
+    states["exact"] = mapped(states["plain"], lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+    before = torch.zeros(2, dtype=torch.int32)
+    for counts in ((150, 7), (130, 1)):
+        loc = torch.tensor([0, counts[0], sum(counts)], dtype=torch.int32)
+        x = torch.tensor(rng.standard_normal((sum(counts), 64)), dtype=torch.float32)
+        rest = {"eps": made.eps}
+        wide = mapped(weights, lambda tensor: tensor.double())
+        got = getattr(backend.get("triton"), name)(
+            *on_cuda((x, weights, loc, before, states["cuda"])), made.freqs, **rest
+        )
+        plain = backend.get("torch").compress(x, weights, loc, before, states["plain"], made.freqs, **rest)
+        exact = backend.get("torch").compress(x.double(), wide, loc, before, states["exact"], made.freqs, **rest)
+        compare_floats(on_cpu(got), to_numpy(exact, "float64"), plain, name)
+        states = {"cuda": got.state, "plain": plain.state, "exact": exact.state}
+        before = before + torch.tensor(counts, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"ratio {kind.ratio}")
+def test_a_layer_over_ranks(kind: Kind) -> None:
+    """Projections gathered from two ranks, then pooled; heads sent to their tokens."""
+    world = legal_world(kind.ratio, [138, 7], kind)
+    weights, cache = on_cuda(to_torch(world.weights, "bfloat16")), on_kernels(world.cache)
+    x, batch = world.step([0, 0], [138, 7])
+    x, batch = to_torch(x, "bfloat16"), to_torch(batch)
+    cut = Cut(2, "zigzag", "scattered", "gather_kv", "all_to_all")
+    alone = layer.attention_layer(
+        x.cuda(),
+        weights,
+        on_cuda(cache),
+        on_cuda(batch),
+        LEGAL,
+        compress_ratio=kind.ratio,
+        backend=backend.get("triton"),
+    )
+    topk = alone.topk_indices if kind.indexer else None
+    host = on_cpu((x, weights, cache, batch))
+    chosen = None if topk is None else topk.cpu()
+    plain = layer.attention_layer(*host, LEGAL, compress_ratio=kind.ratio, given_topk=chosen)
+    exact = float64_step(*host, kind, chosen)
+    for rows, output in by_cut(cut, kind, backend.get("triton"))(x.cuda(), weights, on_cuda(cache), batch, topk):
+        real = torch.from_numpy(rows >= 0)
+        assert_within_budget(output.cpu()[real], exact[rows[real]], plain.output[rows[real]], "over ranks")
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"ratio {kind.ratio}")
