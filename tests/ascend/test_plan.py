@@ -119,7 +119,7 @@ def test_a_division_that_was_of_floats_is_not_inexact() -> None:
 def test_a_failure_is_told_without_the_stack() -> None:
     log = "tool: file.cpp:3: Assertion `x' failed.\n#5 0x00007f abort ./stdlib\nPLEASE submit a bug report\n"
     assert reason(log) == "tool: file.cpp:3: Assertion `x' failed."
-    assert reason("", -11) == "failed without a word, status -11"
+    assert reason("", -11) == "crashed by signal 11, without an assertion or an error"
 
 
 @pytest.mark.parametrize(("word", "mix"), [("aiv", "vector"), ("aic", "cube"), ("mix", "mixed")])

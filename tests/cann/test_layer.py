@@ -153,7 +153,7 @@ def by_cut(cut: Cut, kind: Kind, ops: Backend) -> Callable[..., list[tuple[np.nd
     def over_ranks(x: torch.Tensor, weights: Any, cache: LayerCache, batch: Any, topk: Any) -> Any:
         partition = partition_tokens(batch.query_start_loc.numpy(), cut.cp_size, split=cut.split)
         own = [np.where(tokens < 0, len(x), tokens) for tokens in partition.token_indices]
-        padded = torch.cat([x, torch.full((1, x.shape[1]), float("nan"), dtype=x.dtype)])
+        padded = torch.cat([x, x.new_full((1, x.shape[1]), float("nan"))])
         out = layer.layer_over_ranks(
             [x] * cut.cp_size if cut.rows == "full" else [padded[index] for index in own],
             weights,

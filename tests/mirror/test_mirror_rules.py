@@ -189,7 +189,7 @@ def importable() -> list[str]:
     late = {
         *NPU.glob("commands/*.py"),
         *NPU.glob("integrations/_*.py"),
-        *NPU.glob("kernels/*.py"),
+        *NPU.glob("kernels/**/*.py"),
         *NPU.glob("_triton_*.py"),
     }
     paths = [path for path in NPU.rglob("*.py") if path not in late and not path.stem.startswith("__")]
