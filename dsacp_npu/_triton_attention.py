@@ -6,6 +6,8 @@ sooner on a GPU and spares an NPU from moving its sums between matrix and vector
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from dsacp_npu import attention as mirror
 from dsacp_npu._tensors import Float, Int32, check_floats, check_tensor, dtype_name, torch, values_known
 from dsacp_npu._triton_attention_slots import (
@@ -18,7 +20,7 @@ from dsacp_npu._triton_attention_slots import (
     pages_of,
     window_slots,
 )
-from dsacp_npu._triton_launch import check_runs, family_of, programs_for, tile_for
+from dsacp_npu._triton_launch import check_runs, family_of, has_hopper, programs_for, tile_for
 from dsacp_npu._triton_metadata import query_rows_and_positions
 from dsacp_npu.attention import AttentionOutput, Side
 from dsacp_npu.extents import check_extents, check_offsets
@@ -42,6 +44,7 @@ __all__ = [
 ]
 
 LOG2_E = 1.4426950408889634
+FEW_HEADS, HOPPER_DIM, HOPPER_TILE = 16, 512, 64
 
 
 def window_attention(
@@ -257,19 +260,25 @@ def attended(
 ) -> AttentionOutput:
     """Output and lse over the listed slots. A cache without entries may be any."""
     num_queries, num_heads, head_dim = q.shape
-    family = family_of(q)
-    tile = tile_for(TILES, q, "attention", tile_key(num_heads, logit_bound))
     q = q.detach().contiguous()
     out = torch.empty_like(q)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    num_tasks = num_queries * -(-num_heads // tile.heads)
-    if num_tasks == 0:
-        return AttentionOutput(out, lse)
     if entries is not None and entries.slots.numel() == 0:
         entries = None
-    on_gpu = family == "cuda"
-    programs = programs_for(q, cube=True, waves=tile.waves) if tile.waves else num_tasks
-    attention_kernel[(min(programs, num_tasks),)](
+    sizes = {
+        "H": num_heads,
+        "D": head_dim,
+        "WINDOW": min(windows.window_size, windows.window.shape[1]),
+        "WIDTH": windows.window.shape[1],
+        "ENTRIES": "none" if entries is None else entries.kind,
+        "FIXED": logit_bound is not None,
+        "WIDE": max(reach(swa_cache), reach(cmp_cache)) > INT32_MAX,
+    }
+    launch = hopper_launch(q, sizes) if takes_hopper(q) else portable_launch(q, logit_bound, sizes)
+    num_tasks = num_queries * -(-num_heads // launch.heads)
+    if num_tasks == 0:
+        return AttentionOutput(out, lse)
+    launch.kernel[(min(launch.programs, num_tasks) if launch.programs else num_tasks,)](
         q,
         swa_cache.detach(),
         cmp_cache.detach(),
@@ -283,21 +292,55 @@ def attended(
         lse,
         num_tasks,
         0 if entries is None else entries.slots.shape[1],
-        softmax_scale * (LOG2_E if on_gpu else 1.0),
-        **switches(
-            family,
-            tile,
-            H=num_heads,
-            D=head_dim,
-            WINDOW=min(windows.window_size, windows.window.shape[1]),
-            WIDTH=windows.window.shape[1],
-            ENTRIES="none" if entries is None else entries.kind,
-            FIXED=logit_bound is not None,
-            WIDE=max(reach(swa_cache), reach(cmp_cache)) > INT32_MAX,
-        ),
-        **({"num_warps": tile.warps, "num_stages": tile.stages} if on_gpu else {}),
+        softmax_scale * (LOG2_E if family_of(q) == "cuda" else 1.0),
+        **launch.constexprs,
+        **launch.options,
     )
     return AttentionOutput(out, lse)
+
+
+class Launch(NamedTuple):
+    """A kernel of attention and how it is launched.
+
+    Fields:
+        kernel: the function under ``jit``; both take the same arguments.
+        heads: int, query heads of a task.
+        programs: int, at most so many; 0 is one a task.
+        constexprs, options: of the launch.
+    """
+
+    kernel: Any
+    heads: int
+    programs: int
+    constexprs: dict[str, Any]
+    options: dict[str, int]
+
+
+def portable_launch(q: Float, logit_bound: float | None, sizes: dict[str, Any]) -> Launch:
+    """The kernel that runs everywhere, with the tile of the device's family."""
+    family = family_of(q)
+    tile = tile_for(TILES, q, "attention", tile_key(q.shape[1], logit_bound))
+    programs = programs_for(q, cube=True, waves=tile.waves) if tile.waves else 0
+    options = {"num_warps": tile.warps, "num_stages": tile.stages} if family == "cuda" else {}
+    return Launch(attention_kernel, tile.heads, programs, switches(family, tile, **sizes), options)
+
+
+def takes_hopper(q: Float) -> bool:
+    """Whether the kernel whose warps have roles serves these queries: on a Hopper GPU, and more than 16 heads of 512.
+
+    Its tasks are 64 heads; with 16 or fewer the portable kernel's small tile is sooner.
+    """
+    return (
+        q.device.type == "cuda" and q.shape[1] > FEW_HEADS and q.shape[2] == HOPPER_DIM and has_hopper(q.device.index)
+    )
+
+
+def hopper_launch(q: Float, sizes: dict[str, Any]) -> Launch:
+    """One program a multiprocessor, four warps that fetch and two times four that compute."""
+    from dsacp_npu.kernels.hopper.attention import attention_hopper_kernel
+
+    constexprs = {**sizes, "BH": HOPPER_TILE, "BK": HOPPER_TILE}
+    return Launch(attention_hopper_kernel, HOPPER_TILE, programs_for(q, cube=True), constexprs, {"num_warps": 4})
 
 
 def reach(cache: Float) -> int:

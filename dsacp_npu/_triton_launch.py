@@ -9,7 +9,9 @@ from typing import Any
 from dsacp_npu._tensors import torch
 from dsacp_ref.spec import UnsupportedError
 
-__all__ = ["check_runs", "family_of", "programs_for", "tile_for"]
+__all__ = ["check_runs", "family_of", "has_hopper", "programs_for", "tile_for"]
+
+GLUON = (3, 6)  # the first Triton whose Gluon the kernels for Hopper GPUs are written for
 
 INTERPRETED_PROGRAMS = 2  # as many as show that a task loop is right
 
@@ -75,6 +77,15 @@ def programs_for(tensor: torch.Tensor, *, cube: bool, waves: int = 1) -> int:
     if tensor.device.type == "cpu":
         return INTERPRETED_PROGRAMS
     return core_count(tensor.device.type, tensor.device.index, cube) * (waves if tensor.device.type == "cuda" else 1)
+
+
+@cache
+def has_hopper(index: int | None) -> bool:
+    """Whether this CUDA device is a Hopper GPU and Triton has the language for its warps' roles."""
+    import triton
+
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    return torch.cuda.get_device_capability(index) == (9, 0) and version >= GLUON
 
 
 @cache

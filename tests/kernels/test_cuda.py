@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from dsacp_npu import backend, layer
+from dsacp_npu._triton_launch import has_hopper
 from dsacp_npu.compressor import CompressorWeights
 from dsacp_npu.layer import LayerCache
 from dsacp_npu.step import step_metadata
 from tests.cann.test_layer import KINDS, LEGAL, by_cut, float64_step, legal_world
 from tests.compare import assert_same, assert_within_budget
 from tests.kernels import harness
+from tests.kernels.attention_cases import attending
 from tests.kernels.test_layer import on_kernels
 from tests.layer_strategies import Cut, Kind
 from tests.maths_strategies import compressor_of
@@ -114,6 +116,25 @@ def test_attention_at_real_sizes(ratio: int, num_heads: int, bound: float | None
     beside = theirs(q[some.cuda()].cpu(), *plain, *picked, *rows, **sizes)
     for mine, due, low, name in zip(got, want, beside, ("out", "lse"), strict=True):
         assert_within_budget(mine[some.cuda()].cpu().to(low.dtype), due, low, name)
+
+
+@pytest.mark.skipif(not has_hopper(0), reason="this is no Hopper GPU, or Triton is older than 3.6")
+@pytest.mark.parametrize("bound", [None, 70.0], ids=["running maximum", "fixed reference"])
+@pytest.mark.parametrize("num_heads", [17, 128])
+@pytest.mark.parametrize("form", ["window", "selected", "all_entries"])
+def test_the_hopper_kernel_on_the_same_lists(form: str, num_heads: int, bound: float | None) -> None:
+    """The portable kernel's cases: queries without keys, gaps, NaN where nobody may look."""
+    from dsacp_npu.kernels.hopper.attention import attention_hopper_kernel
+
+    case = attending(form, num_heads, bound=bound, head_dim=512, family="cuda")
+    there = on_cuda(dict(case.arguments))
+    there["num_tasks"] = len(there["q_ptr"]) * -(-num_heads // 64)
+    sizes = {name: case.constexprs[name] for name in ("H", "D", "WINDOW", "WIDTH", "ENTRIES", "FIXED", "WIDE")}
+    attention_hopper_kernel[(2,)](**there, **sizes, BH=64, BK=64, num_warps=4)
+    for name, value in case.arguments.items():
+        if isinstance(value, torch.Tensor):
+            value.copy_(there[name])
+    case.check()
 
 
 @pytest.mark.parametrize("num_heads", [1, 64])
