@@ -75,7 +75,10 @@ def window_attention(
     """
     rows, positions = checked_call(q, swa_cache, cu_seqlens_q, seqused_kv, attn_sink, softmax_scale, slots)
     mirror.check_table("swa_block_table", swa_block_table, seqused_kv)
-    check_ranges(q, positions, cu_seqlens_q, [mirror.window_side(positions, swa_cache, swa_block_table, window_size)])
+    window_size = check_int("window_size", window_size, 1, INT32_MAX)
+    if values_known(q, positions, cu_seqlens_q):
+        window = mirror.window_side(positions, swa_cache, swa_block_table, window_size)
+        check_ranges(q, positions, cu_seqlens_q, [window])
     check_kernel(q, logit_bound)
     windows = windows_of(slots, rows, positions, swa_cache, swa_block_table, window_size)
     return attended(q, swa_cache, windows, swa_cache, None, attn_sink, softmax_scale, logit_bound)
@@ -108,11 +111,13 @@ def all_entries_attention(
     mirror.check_table("swa_block_table", swa_block_table, seqused_kv)
     mirror.check_table("cmp_block_table", cmp_block_table, seqused_kv)
     compress_ratio = check_int("compress_ratio", compress_ratio, 1)
-    window = mirror.window_side(positions, swa_cache, swa_block_table, window_size)
-    num_visible = visible_entries(positions, compress_ratio)
-    room = cmp_block_table.shape[1] * cmp_cache.shape[1]
-    seen = Side(cmp_cache, cmp_block_table, torch.zeros_like(num_visible), num_visible, room)
-    check_ranges(q, positions, cu_seqlens_q, [window, seen])
+    window_size = check_int("window_size", window_size, 1, INT32_MAX)
+    if values_known(q, positions, cu_seqlens_q):
+        window = mirror.window_side(positions, swa_cache, swa_block_table, window_size)
+        num_visible = visible_entries(positions, compress_ratio)
+        room = cmp_block_table.shape[1] * cmp_cache.shape[1]
+        seen = Side(cmp_cache, cmp_block_table, torch.zeros_like(num_visible), num_visible, room)
+        check_ranges(q, positions, cu_seqlens_q, [window, seen])
     check_kernel(q, logit_bound)
     pages = pages_of("cmp_cache", cmp_cache)
     if entries is not None:
@@ -149,9 +154,13 @@ def selected_attention(
     mirror.check_cache("cmp_cache", cmp_cache, q)
     mirror.check_table("swa_block_table", swa_block_table, seqused_kv)
     mirror.check_table("cmp_block_table", cmp_block_table, seqused_kv)
-    mirror.check_topk(topk_indices, visible_entries(positions, compress_ratio))
-    window = mirror.window_side(positions, swa_cache, swa_block_table, window_size)
-    check_choices(q, rows, window, topk_indices, cmp_cache, cmp_block_table)
+    compress_ratio = check_int("compress_ratio", compress_ratio, 1, INT32_MAX)
+    check_tensor("topk_indices", topk_indices, ("int32",), (len(q), "index_topk"), "one list a query")
+    window_size = check_int("window_size", window_size, 1, INT32_MAX)
+    if values_known(q, rows, positions, topk_indices):
+        mirror.check_topk(topk_indices, visible_entries(positions, compress_ratio))
+        window = mirror.window_side(positions, swa_cache, swa_block_table, window_size)
+        check_choices(q, rows, window, topk_indices, cmp_cache, cmp_block_table)
     check_kernel(q, logit_bound)
     pages = pages_of("cmp_cache", cmp_cache)
     windows = windows_of(slots, rows, positions, swa_cache, swa_block_table, window_size)
@@ -181,9 +190,7 @@ def checked_call(
 
 
 def check_ranges(q: Float, positions: Int32, cu_seqlens_q: Int32, sides: list[Side]) -> None:
-    """Refuse tables that do not name every visible row, as the mirror does; where values are known."""
-    if not values_known(q, positions, cu_seqlens_q):
-        return
+    """Refuse tables that do not name every visible row, as the mirror does, from values that are known."""
     for row, block in mirror.query_blocks(positions, cu_seqlens_q, q.shape[1]):
         for piece in [piece for side in sides for piece in mirror.range_pieces(side, row, block)]:
             check_slots(piece.slots, piece.cache.shape[0] * piece.cache.shape[1])
@@ -192,9 +199,7 @@ def check_ranges(q: Float, positions: Int32, cu_seqlens_q: Int32, sides: list[Si
 def check_choices(
     q: Float, rows: Int32, window: Side, topk_indices: Int32, cmp_cache: Float, cmp_block_table: Int32
 ) -> None:
-    """Refuse tables that do not name every row of a window or of a selection; where values are known."""
-    if not values_known(q, rows, topk_indices):
-        return
+    """Refuse tables that do not name every row of a window or of a selection, from values that are known."""
     near = mirror.side_slots(window, rows, slice(0, len(q)))
     chosen = slot_mapping(topk_indices, rows, cmp_block_table, cmp_cache.shape[1])
     check_slots(near, window.cache.shape[0] * window.cache.shape[1])
