@@ -6,6 +6,7 @@ Products are torch's, and so are the plan of a step and the cosines of its entri
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from dsacp_npu import compressor as mirror
@@ -87,7 +88,8 @@ def pooled(
     num_entries, d = len(entry_requests), len(norm_weight)
     if 0 in (num_entries, num_rows, len(lengths)):  # nothing to pool from
         return rows.kv.new_zeros(num_entries, d, dtype=dtype)
-    cos, sin = rope_table(entry_indices.masked_fill(entry_requests < 0, 0) * compress_ratio, frequencies)
+    positions = entry_indices.masked_fill(entry_requests < 0, 0) * compress_ratio
+    cos, sin = rope_table(positions, frequencies_on(frequencies, positions.device))
     apply_rope(rows.kv.new_zeros(0, d), cos[:0], sin[:0])  # refuses a table wider than an entry
     check_wide("rows.kv", rows.kv)
     if d & (d - 1):
@@ -115,6 +117,25 @@ def pooled(
         **tile.options,
     )
     return out
+
+
+def frequencies_on(frequencies: Sequence[float], device: torch.device) -> Sequence[float]:
+    """The frequencies as a tensor of a device, made there once: a table of plain numbers takes an operator for each.
+
+    While a graph is captured nothing is kept, for its memory is the graph's.
+    """
+    if device.type == "cpu" or not isinstance(frequencies, tuple):
+        return frequencies
+    capturing = getattr(getattr(torch, device.type), "is_current_stream_capturing", bool)
+    return filled(frequencies, device) if capturing() else kept_frequencies(frequencies, device)
+
+
+def filled(frequencies: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """The numbers on a device, without a copy from the host that would wait for it."""
+    return torch.stack([torch.full((), number, dtype=torch.float32, device=device) for number in frequencies])
+
+
+kept_frequencies = cache(filled)
 
 
 def check_wide(name: str, rows: Float) -> None:

@@ -28,7 +28,7 @@ __all__ = [
 
 FLOATS = ("float32", "bfloat16", "float16")
 WORDS = {4: torch.int32, 2: torch.float16, 1: torch.int8}
-WAVES = 8  # programs a multiprocessor of a GPU: enough rows in flight to fill its memory
+WAVES = 64  # programs a multiprocessor of a GPU: enough rows in flight to fill its memory
 ROW_WAVES = 32  # where a program moves one row at a time
 
 

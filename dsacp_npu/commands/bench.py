@@ -288,4 +288,4 @@ SECTIONS: dict[str, Callable[[int, int], None]] = {
     "torch-swap": of_the_mirror("swap", "bench_swap"),
 }
 
-CUDA_SECTIONS = ("attention", "indexer", "metadata")  # of `bench_cuda`
+CUDA_SECTIONS = ("attention", "indexer", "metadata", "rows")  # of `bench_cuda`

@@ -403,4 +403,14 @@ def captured(call: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
-SECTIONS: dict[str, Callable[[int], None]] = {"attention": attention, "indexer": scores, "metadata": metadata}
+def rows(tokens: int) -> None:
+    """What only moves and turns rows."""
+    import_module("dsacp_npu.commands.bench_rows").rows(tokens)
+
+
+SECTIONS: dict[str, Callable[[int], None]] = {
+    "attention": attention,
+    "indexer": scores,
+    "metadata": metadata,
+    "rows": rows,
+}

@@ -11,7 +11,7 @@ NPU_TILES = {512: Tile(16), 1024: Tile(8), 2048: Tile(4), 4096: Tile(2), 8192: T
 TILES = {
     "a2": NPU_TILES,
     "a5": NPU_TILES,
-    "cuda": {512: gpu(16, 4, 8), 1024: gpu(8, 4, 8), 2048: gpu(4, 4, 8), 4096: gpu(2, 4, 8), 8192: gpu(1, 4, 8)},
+    "cuda": {channels: gpu(8192 // channels, 64, 4) for channels in NPU_TILES},
 }
 SIGNATURE = {**dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr"), "*bf16"), "num_rows": "i32", "eps": "fp32"}
 
