@@ -25,6 +25,7 @@ __all__ = [
     "dtype_name",
     "first_true",
     "torch",
+    "traced",
     "unread",
     "values_known",
 ]
@@ -54,9 +55,14 @@ def readable(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor)
 
 
+def traced(tensor: torch.Tensor) -> bool:
+    """Whether this tensor stands for others: code is being compiled, or tried out without values."""
+    return torch.compiler.is_compiling() or isinstance(tensor, FakeTensor)
+
+
 def unread(tensor: torch.Tensor) -> str:
     """Why the values of this tensor are not known, for an error text."""
-    if torch.compiler.is_compiling() or isinstance(tensor, FakeTensor):
+    if traced(tensor):
         return "a traced tensor without values"
     return f"a tensor on {tensor.device.type}"
 

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from dsacp_npu import compressor as mirror
-from dsacp_npu._tensors import Float, Int32, check_floats, dtype_name, torch
+from dsacp_npu._tensors import Float, Int32, check_floats, dtype_name, torch, traced
 from dsacp_npu._triton_launch import programs_for, tile_for
 from dsacp_npu.compressor import (
     CompressedEntries,
@@ -89,7 +89,7 @@ def pooled(
     if 0 in (num_entries, num_rows, len(lengths)):  # nothing to pool from
         return rows.kv.new_zeros(num_entries, d, dtype=dtype)
     positions = entry_indices.masked_fill(entry_requests < 0, 0) * compress_ratio
-    cos, sin = rope_table(positions, frequencies_on(frequencies, positions.device))
+    cos, sin = rope_table(positions, frequencies_beside(positions, frequencies))
     apply_rope(rows.kv.new_zeros(0, d), cos[:0], sin[:0])  # refuses a table wider than an entry
     check_wide("rows.kv", rows.kv)
     if d & (d - 1):
@@ -119,15 +119,17 @@ def pooled(
     return out
 
 
-def frequencies_on(frequencies: Sequence[float], device: torch.device) -> Sequence[float]:
-    """The frequencies as a tensor of a device, made there once: a table of plain numbers takes an operator for each.
+def frequencies_beside(positions: Int32, frequencies: Sequence[float]) -> Sequence[float]:
+    """The frequencies as a tensor on a device, made there once: a table of plain numbers takes an operator for each.
 
-    While a graph is captured nothing is kept, for its memory is the graph's.
+    Nothing is kept of what is traced, nor while a graph is captured, for then the memory is the graph's.
     """
+    device = positions.device
     if device.type == "cpu" or not isinstance(frequencies, tuple):
         return frequencies
     capturing = getattr(getattr(torch, device.type), "is_current_stream_capturing", bool)
-    return filled(frequencies, device) if capturing() else kept_frequencies(frequencies, device)
+    passing = traced(positions) or capturing()
+    return filled(frequencies, device) if passing else kept_frequencies(frequencies, device)
 
 
 def filled(frequencies: tuple[float, ...], device: torch.device) -> torch.Tensor:

@@ -11,9 +11,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dsacp_npu import _triton_compressor
 from dsacp_npu import compressor as mirror
+from dsacp_npu.rope import rope_frequencies
 from dsacp_ref import compressor as ref
 from dsacp_ref.spec import UnsupportedError
 from tests.compare import assert_same
@@ -194,3 +196,20 @@ def test_a_state_in_pieces_is_not_written_to() -> None:
     rows, loc, starts, state = to_torch((HERE.rows, *HERE.batch, HERE.state), "float32")
     pieces = state._replace(kv=state.kv.transpose(0, 1).contiguous().transpose(0, 1))
     assert_unsupported("contiguous state.kv", "updated_state_", rows, loc, starts, pieces)
+
+
+def test_frequencies_lie_on_a_device_once() -> None:
+    """On a pretended one nothing is kept; the numbers are the float32 ones of the tuple."""
+    frequencies = rope_frequencies(10000.0, 8)
+    made = _triton_compressor.filled(frequencies, torch.device("cpu"))
+    assert made.dtype == torch.float32
+    assert made.tolist() == list(frequencies)
+    assert _triton_compressor.frequencies_beside(torch.zeros(1, dtype=torch.int32), frequencies) is frequencies
+    kept = _triton_compressor.kept_frequencies
+    assert kept(frequencies, torch.device("cpu")) is kept(frequencies, torch.device("cpu"))
+    before = kept.cache_info().currsize
+    with FakeTensorMode():
+        positions = torch.zeros(3, dtype=torch.int32, device="cuda")
+        found = _triton_compressor.frequencies_beside(positions, frequencies)
+    assert (found.device.type, found.shape) == ("cuda", (4,))
+    assert kept.cache_info().currsize == before
