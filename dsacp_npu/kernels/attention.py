@@ -32,29 +32,39 @@ def tile_added(
     cache_ptr,
     q0,
     q1,
+    q2,
+    q3,
     sum0,
     sum1,
+    sum2,
+    sum3,
     total,
     highest,
     scale,
     D: tl.constexpr,
     FIXED: tl.constexpr,
-    HALVES: tl.constexpr,
+    PARTS: tl.constexpr,
     BASE2: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """Weighted sums of values, sums of weights, and the highest logit, with one tile of keys more."""
-    DC: tl.constexpr = D // 2 if HALVES else D
+    DC: tl.constexpr = D // PARTS
     rows = tl.maximum(slots, -1 - slots)
     if WIDE:
         rows = rows.to(tl.int64)
     keys_ptr = cache_ptr + rows[:, None] * D + tl.arange(0, DC)[None, :]
     keys0 = tl.load(keys_ptr)
-    if HALVES:
+    if PARTS > 1:
         keys1 = tl.load(keys_ptr + DC)
-        logits = tl.dot(q1, tl.trans(keys1), tl.dot(q0, tl.trans(keys0)))
-    else:
-        logits = tl.dot(q0, tl.trans(keys0))
+    if PARTS > 2:
+        keys2 = tl.load(keys_ptr + 2 * DC)
+        keys3 = tl.load(keys_ptr + 3 * DC)
+    logits = tl.dot(q0, tl.trans(keys0))
+    if PARTS > 1:
+        logits = tl.dot(q1, tl.trans(keys1), logits)
+    if PARTS > 2:
+        logits = tl.dot(q2, tl.trans(keys2), logits)
+        logits = tl.dot(q3, tl.trans(keys3), logits)
     logits = logits * scale + tl.where(slots >= 0, 0.0, HIDDEN)[None, :]
     if FIXED:
         weights = exponential(logits, BASE2)
@@ -65,14 +75,20 @@ def tile_added(
         highest = risen
         total = total * shrink
         sum0 = sum0 * shrink[:, None]
-        if HALVES:
+        if PARTS > 1:
             sum1 = sum1 * shrink[:, None]
+        if PARTS > 2:
+            sum2 = sum2 * shrink[:, None]
+            sum3 = sum3 * shrink[:, None]
     total += tl.sum(weights, 1)
     short = weights.to(keys0.dtype)
     sum0 = tl.dot(short, keys0, sum0)
-    if HALVES:
+    if PARTS > 1:
         sum1 = tl.dot(short, keys1, sum1)
-    return sum0, sum1, total, highest
+    if PARTS > 2:
+        sum2 = tl.dot(short, keys2, sum2)
+        sum3 = tl.dot(short, keys3, sum3)
+    return sum0, sum1, sum2, sum3, total, highest
 
 
 @triton.jit
@@ -116,7 +132,7 @@ def attention_kernel(
     WIDTH: tl.constexpr,
     ENTRIES: tl.constexpr,
     FIXED: tl.constexpr,
-    HALVES: tl.constexpr,
+    PARTS: tl.constexpr,
     BASE2: tl.constexpr,
     WIDE: tl.constexpr,
     ONE_LOOP: tl.constexpr,
@@ -134,7 +150,7 @@ def attention_kernel(
     split over both. Limits: lists of int32 slots; with ``WIDE`` caches of 2 ** 31 numbers and more.
     """
     BLOCKS: tl.constexpr = (H + BH - 1) // BH
-    DC: tl.constexpr = D // 2 if HALVES else D
+    DC: tl.constexpr = D // PARTS
     lanes = tl.arange(0, BK)
     for task in range(tl.program_id(0), num_tasks, tl.num_programs(0)):
         query = task // BLOCKS
@@ -145,9 +161,13 @@ def attention_kernel(
         first_number = tl.cast(query, tl.int64) * (H * D)
         numbers = heads[:, None] * D + tl.arange(0, DC)[None, :]
         q0 = tl.load(q_ptr + first_number + numbers, mask=all_there)
-        q1 = tl.load(q_ptr + first_number + DC + numbers, mask=all_there) if HALVES else q0
+        q1 = tl.load(q_ptr + first_number + DC + numbers, mask=all_there) if PARTS > 1 else q0
+        q2 = tl.load(q_ptr + first_number + 2 * DC + numbers, mask=all_there) if PARTS > 2 else q0
+        q3 = tl.load(q_ptr + first_number + 3 * DC + numbers, mask=all_there) if PARTS > 2 else q0
         sum0 = tl.zeros([BH, DC], tl.float32)
-        sum1 = tl.zeros([BH, DC], tl.float32) if HALVES else sum0
+        sum1 = tl.zeros([BH, DC], tl.float32) if PARTS > 1 else sum0
+        sum2 = tl.zeros([BH, DC], tl.float32) if PARTS > 2 else sum0
+        sum3 = tl.zeros([BH, DC], tl.float32) if PARTS > 2 else sum0
         total = tl.zeros([BH], tl.float32)
         highest = tl.full([BH], HIDDEN, tl.float32)
         in_window = tl.minimum(tl.load(position_ptr + query) + 1, WINDOW)
@@ -167,28 +187,82 @@ def attention_kernel(
                 if ENTRIES == "all":
                     slots = tl.where((lanes < seam + num_entries - start) | near, slots, seen)
                 cache_ptr = tl.where(near, swa_ptr, cmp_ptr)
-                sum0, sum1, total, highest = tile_added(
-                    slots, cache_ptr, q0, q1, sum0, sum1, total, highest, scale, D, FIXED, HALVES, BASE2, WIDE
+                sum0, sum1, sum2, sum3, total, highest = tile_added(
+                    slots,
+                    cache_ptr,
+                    q0,
+                    q1,
+                    q2,
+                    q3,
+                    sum0,
+                    sum1,
+                    sum2,
+                    sum3,
+                    total,
+                    highest,
+                    scale,
+                    D,
+                    FIXED,
+                    PARTS,
+                    BASE2,
+                    WIDE,
                 )
         else:
             for start in tl.range(0, in_window, BK, num_stages=STAGES):
                 slots = tl.load(window + start + lanes)
-                sum0, sum1, total, highest = tile_added(
-                    slots, swa_ptr, q0, q1, sum0, sum1, total, highest, scale, D, FIXED, HALVES, BASE2, WIDE
+                sum0, sum1, sum2, sum3, total, highest = tile_added(
+                    slots,
+                    swa_ptr,
+                    q0,
+                    q1,
+                    q2,
+                    q3,
+                    sum0,
+                    sum1,
+                    sum2,
+                    sum3,
+                    total,
+                    highest,
+                    scale,
+                    D,
+                    FIXED,
+                    PARTS,
+                    BASE2,
+                    WIDE,
                 )
             if ENTRIES != "none":
                 for start in tl.range(0, num_entries, BK, num_stages=STAGES):
                     slots = tl.load(entries + start + lanes)
                     if ENTRIES == "all":
                         slots = tl.where(lanes < num_entries - start, slots, seen)
-                    sum0, sum1, total, highest = tile_added(
-                        slots, cmp_ptr, q0, q1, sum0, sum1, total, highest, scale, D, FIXED, HALVES, BASE2, WIDE
+                    sum0, sum1, sum2, sum3, total, highest = tile_added(
+                        slots,
+                        cmp_ptr,
+                        q0,
+                        q1,
+                        q2,
+                        q3,
+                        sum0,
+                        sum1,
+                        sum2,
+                        sum3,
+                        total,
+                        highest,
+                        scale,
+                        D,
+                        FIXED,
+                        PARTS,
+                        BASE2,
+                        WIDE,
                     )
         share, lse = share_and_lse(total, highest, tl.load(sink_ptr + heads, mask=there), FIXED, BASE2)
         tl.store(lse_ptr + tl.cast(query, tl.int64) * H + heads, lse, mask=there)
         tl.store(out_ptr + first_number + numbers, (sum0 * share[:, None]).to(q0.dtype), mask=all_there)
-        if HALVES:
+        if PARTS > 1:
             tl.store(out_ptr + first_number + DC + numbers, (sum1 * share[:, None]).to(q0.dtype), mask=all_there)
+        if PARTS > 2:
+            tl.store(out_ptr + first_number + 2 * DC + numbers, (sum2 * share[:, None]).to(q0.dtype), mask=all_there)
+            tl.store(out_ptr + first_number + 3 * DC + numbers, (sum3 * share[:, None]).to(q0.dtype), mask=all_there)
 
 
 def switches(family: str, tile: Tile, **sizes: Any) -> dict[str, Any]:
@@ -197,7 +271,7 @@ def switches(family: str, tile: Tile, **sizes: Any) -> dict[str, Any]:
         **sizes,
         "BH": tile.heads,
         "BK": tile.keys,
-        "HALVES": tile.halves,
+        "PARTS": 1 if tile.parts > 2 and sizes["D"] < HEAD_DIMS[-1] else tile.parts,  # a fourth of less is no row
         "BASE2": family == "cuda",
         "ONE_LOOP": tile.one_loop,
         "STAGES": max(1, tile.stages),

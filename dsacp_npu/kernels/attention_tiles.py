@@ -29,7 +29,7 @@ class Tile(NamedTuple):
     Fields:
         heads: int, query heads at a time; fewer are padded.
         keys: int, keys at a time.
-        halves: bool, whether channels are held as two halves.
+        parts: int, 1, 2 or 4, in how many parts channels are held; 4 of 512 channels only.
         one_loop: bool, whether window and entries share one loop.
         warps, stages: int, launch options of a GPU; 0 elsewhere.
         waves: int, programs a multiprocessor of a GPU; 0 is one program a task.
@@ -37,7 +37,7 @@ class Tile(NamedTuple):
 
     heads: int
     keys: int
-    halves: bool = False
+    parts: int = 1
     one_loop: bool = False
     warps: int = 0
     stages: int = 0
@@ -45,20 +45,20 @@ class Tile(NamedTuple):
 
 
 def on_gpu(heads: int, warps: int, *, waves: int = 0, one_loop: bool = True) -> Tile:
-    """A tile of a GPU: 64 keys, halves, two stages."""
-    return Tile(heads, 64, True, one_loop, warps, 2, waves)
+    """A tile of a GPU: 64 keys, channels in halves, two stages."""
+    return Tile(heads, 64, 2, one_loop, warps, 2, waves)
 
 
 # By heads, of which more are several blocks, and by form of the softmax. On A2 sums of 64 heads do not fit beside their
-# scores, and those of 32 not while they are rescaled.
+# scores, and those of 32 are rescaled a quarter of the channels at a time.
 TILES: dict[str, dict[tuple[int, str], Tile]] = {
     "a2": {
         (16, "fixed"): Tile(16, 64),
         (16, "online"): Tile(16, 64),
         (32, "fixed"): Tile(32, 64),
-        (32, "online"): Tile(16, 64),
+        (32, "online"): Tile(32, 32, 4),
         (64, "fixed"): Tile(32, 64),
-        (64, "online"): Tile(16, 64),
+        (64, "online"): Tile(32, 32, 4),
     },
     "a5": {
         (16, "fixed"): Tile(16, 64),

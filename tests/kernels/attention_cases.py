@@ -244,6 +244,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "selected, float16": partial(attending, "selected", 16, dtype=torch.float16),
     "selected, 40 heads, wide": partial(attending, "selected", 40, bound=70.0, wide=True),
     "selected, 512 channels": partial(attending, "selected", 32, bound=70.0, head_dim=512),
+    "selected, 512 channels in quarters": partial(attending, "selected", 40, head_dim=512),
+    "all entries, 512 channels in quarters": partial(attending, "all_entries", 32, head_dim=512),
     "all entries": partial(attending, "all_entries", 20),
     "all entries, bounded": partial(attending, "all_entries", 20, bound=70.0),
     "all entries, A5": partial(attending, "all_entries", 64, family="a5"),
