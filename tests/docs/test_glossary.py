@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import re
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 import dsacp_ref
+from dsacp_npu import triton_ops
 
 GLOSSARY = Path(__file__).parents[2] / "docs" / "glossary.md"
 NEVER_ALONE = {"indices", "lens", "offsets", "mask", "metadata", "info"}
@@ -75,8 +77,25 @@ def test_every_argument_of_the_module_is_in_the_glossary(function: Any) -> None:
     assert not words_of(function) & NEVER_ALONE
 
 
+def arguments_over_kernels() -> dict[str, set[str]]:
+    """The arguments of every function of backend `triton`, read from source: Triton may not be installed."""
+    found = {}
+    for path in sorted(Path(triton_ops.__file__).parent.glob("_triton_*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name in triton_ops.FUNCTIONS:
+                found[node.name] = {argument.arg for argument in [*node.args.args, *node.args.kwonlyargs]}
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(triton_ops.FUNCTIONS))
+def test_every_argument_over_kernels_is_in_the_glossary(name: str) -> None:
+    unknown = arguments_over_kernels().get(name, set()) - glossary_names()
+    assert not unknown, f"add to docs/glossary.md: {sorted(unknown)}"
+
+
 def test_every_name_of_the_glossary_is_used() -> None:
     used: set[str] = {name for _, function in parts_of_the_module() for name in words_of(function)}
+    used |= set().union(*arguments_over_kernels().values())
     used.add("ranks")  # of `dsacp_npu.distributed`
     for name in dsacp_ref.__all__:
         value = getattr(dsacp_ref, name)
