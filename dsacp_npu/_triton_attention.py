@@ -331,13 +331,12 @@ def portable_launch(q: Float, logit_bound: float | None, sizes: dict[str, Any]) 
 
 
 def takes_hopper(q: Float) -> bool:
-    """Whether the kernel whose warps have roles serves these queries: on a Hopper GPU, and more than 16 heads of 512.
+    """Whether the kernel whose warps have roles serves these queries: on a Hopper GPU, more than 16 heads of 512.
 
-    Its tasks are 64 heads; with 16 or fewer the portable kernel's small tile is sooner.
+    Its tasks are 64 heads; with 16 or fewer the portable kernel's small tile is sooner. It has not run in float16.
     """
-    return (
-        q.device.type == "cuda" and q.shape[1] > FEW_HEADS and q.shape[2] == HOPPER_DIM and has_hopper(q.device.index)
-    )
+    fits = q.dtype == torch.bfloat16 and q.shape[1] > FEW_HEADS and q.shape[2] == HOPPER_DIM
+    return fits and q.device.type == "cuda" and has_hopper(q.device.index)
 
 
 def hopper_launch(q: Float, sizes: dict[str, Any]) -> Launch:
