@@ -25,7 +25,7 @@ from dsacp_npu.kernels import compressor as entry
 from dsacp_npu.kernels import compressor_state as ring
 from dsacp_npu.kernels import norm
 from dsacp_npu.rope import apply_rope, rope_table
-from dsacp_ref.spec import INT32_MAX, UnsupportedError, check_int, check_number
+from dsacp_ref.spec import UnsupportedError, check_int, check_number
 
 __all__ = [
     "compress",
@@ -76,17 +76,12 @@ def pooled(
     dtype: torch.dtype | None,
 ) -> Float:
     """The entries, rounded once to a dtype; None for that of the rows."""
-    num_rows = mirror.check_projected(rows)
-    compress_ratio = check_int("compress_ratio", compress_ratio, 1, INT32_MAX // 2)
-    eps = check_number("eps", eps, at_least=0.0)
-    check_floats("norm_weight", norm_weight, ("d",))
-    overlap = mirror.check_state(state, rows, norm_weight, compress_ratio)
-    lengths = mirror.checked_lengths(query_start_loc, num_computed_tokens, num_rows)
-    mirror.check_continues(state, query_start_loc, num_computed_tokens, compress_ratio, overlap)
-    mirror.check_completed(entry_requests, entry_indices, lengths, num_computed_tokens, compress_ratio)
-
+    lengths = query_start_loc, num_computed_tokens
+    compress_ratio, eps, overlap = mirror.checked_pooling(
+        rows, entry_requests, entry_indices, *lengths, state, norm_weight, compress_ratio, eps
+    )
     num_entries, d = len(entry_requests), len(norm_weight)
-    if 0 in (num_entries, num_rows, len(lengths)):  # nothing to pool from
+    if 0 in (num_entries, len(rows.kv), len(num_computed_tokens)):  # nothing to pool from
         return rows.kv.new_zeros(num_entries, d, dtype=dtype)
     positions = entry_indices.masked_fill(entry_requests < 0, 0) * compress_ratio
     cos, sin = rope_table(positions, frequencies_beside(positions, frequencies))

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import math
 
-from dsacp_npu._tensors import Float, check_floats, check_torch, torch
+from dsacp_npu._tensors import Float, torch
 from dsacp_npu._triton_launch import programs_for, tile_for
+from dsacp_npu.indexer import check_rotation
 from dsacp_npu.kernels.hadamard import TILES, hadamard_constants, hadamard_kernel
-from dsacp_ref.spec import UnsupportedError, contract_error
+from dsacp_ref.spec import UnsupportedError
 
 __all__ = ["hadamard"]
 
 
 def hadamard(x: Float) -> Float:
     """`dsacp_ref.indexer.hadamard` by a kernel. Limits: no float64; vectors of 32, 64 or 128 channels."""
-    check_torch("x", x)
-    d = x.shape[-1] if getattr(x, "shape", ()) else 0
-    if d < 1 or d & (d - 1):
-        raise contract_error("x", "have a power of two as its last size", d, "the Sylvester matrix has no other sizes")
-    check_floats("x", x, tuple(x.shape))
+    check_rotation(x)
+    d = x.shape[-1]
     if x.dtype == torch.float64:
         raise UnsupportedError("backend 'triton' has no hadamard in float64; use backend 'torch'")
     tile = tile_for(TILES, x, "hadamard", (d, x.element_size()))

@@ -17,10 +17,10 @@ from dsacp_npu.extents import (
     check_extents,
     check_offsets,
     check_sums,
-    check_tables,
     checked_on_host,
     constant_split_rule,
-    table_rows,
+    local_tables,
+    slice_bounds,
 )
 from dsacp_npu.kernels import queries
 from dsacp_npu.kernels.metadata import (
@@ -30,7 +30,7 @@ from dsacp_npu.kernels.metadata import (
     page_extents_kernel,
     round_robin_extents_kernel,
 )
-from dsacp_npu.partition import FLAT_RULES, checked_ranks, padded_known_count, padded_token_count
+from dsacp_npu.partition import FLAT_RULES, checked_ranks, padded_token_count
 from dsacp_ref.config import SplitRule
 from dsacp_ref.spec import INT32_MAX, check_int
 
@@ -160,21 +160,9 @@ def build_cp_local_metadata(
 ) -> CPLocalMetadata:
     """`dsacp_npu.extents.build_cp_local_metadata` in one launch; the tables are cut by torch."""
     known = checked_on_host(query_start_loc, seq_lens)
-    num_tokens = None if known is None else int(known[0][-1])
-    cp_size, cp_rank = checked_ranks(cp_size, cp_rank)
-    rule = constant_split_rule("contiguous")
-
-    def padded(count: int | None) -> int:
-        if num_tokens is None:
-            return padded_token_count(query_start_loc, cp_size, rule, count)
-        return padded_known_count(num_tokens, cp_size, rule, count)
-
-    if num_input_tokens is not None:  # a wrong count is named as such, not as tables that do not fit it
-        padded(num_input_tokens)
-    cos_rows = check_tables(full_cos, full_sin, num_tokens or 0, num_input_tokens)
-    num_tokens_pad = padded(cos_rows if num_input_tokens is None else num_input_tokens)
-    tokens_per_rank = num_tokens_pad // cp_size
-    local_start = cp_rank * tokens_per_rank
+    tables = full_cos, full_sin
+    bounds = slice_bounds(query_start_loc, known, cp_size, cp_rank, *tables, num_input_tokens)
+    local_start, local_end, tokens_per_rank, _ = bounds
     check_extent_rule(causal, empty_extent)
     check_runs(query_start_loc)
     words = {"CAUSAL": bool(causal), "PREFIX": empty_extent == "prefix"}
@@ -182,13 +170,7 @@ def build_cp_local_metadata(
     rows = contiguous(*batch, local_start, tokens_per_rank, words, key_starts=True)
     if known is not None:
         check_sums("local_seq_lens", rows[2].numpy(), rows[1])
-    if full_cos is None or full_sin is None:
-        local_cos = local_sin = query_start_loc.new_empty(tokens_per_rank, 0, dtype=torch.float32)
-    else:
-        local_cos = table_rows(full_cos, local_start, tokens_per_rank, 1.0)
-        local_sin = table_rows(full_sin, local_start, tokens_per_rank, 0.0)
-    bounds = local_start, local_start + tokens_per_rank, tokens_per_rank, num_tokens_pad
-    return CPLocalMetadata(*rows, *bounds, local_cos, local_sin)
+    return CPLocalMetadata(*rows, *bounds, *local_tables(*tables, local_start, local_end, query_start_loc))
 
 
 def query_rows(cu_seqlens_q: Int32, *, num_rows: int) -> Int32:

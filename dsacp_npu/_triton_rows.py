@@ -5,13 +5,13 @@ Rows that only move are handed to the kernels as words of 4, 2 or 1 bytes: any d
 
 from __future__ import annotations
 
-from dsacp_npu import exchange, paging
+from dsacp_npu import exchange, paging, rope
 from dsacp_npu._tensors import Float, Int32, check_floats, check_tensor, dtype_name, torch, values_known
 from dsacp_npu._triton_launch import check_runs, programs_for, tile_for
 from dsacp_npu.kernels import exchange as exchange_kernels
 from dsacp_npu.kernels import paging as paging_kernels
 from dsacp_npu.kernels import rope as rope_kernels
-from dsacp_ref.spec import INT32_MAX, UnsupportedError, check_int, contract_error
+from dsacp_ref.spec import INT32_MAX, UnsupportedError, check_int
 
 __all__ = [
     "apply_inverse_rope",
@@ -82,15 +82,7 @@ def turned_(function: str, x: Float, cos: Float, sin: Float, *, inverse: bool) -
 
 def check_turn(function: str, x: Float, cos: Float, sin: Float) -> None:
     """Refuse what the mirror refuses, in its words, and dtypes that the kernel does not take."""
-    if not hasattr(x, "shape") or len(x.shape) < 2:
-        got = list(x.shape) if hasattr(x, "shape") else type(x).__name__
-        raise contract_error("x", "have shape [num_tokens, ..., head_dim]", got)
-    check_floats("x", x, tuple(x.shape))
-    check_floats("cos", cos, (x.shape[0], "rope_head_dim / 2"), "one row of the table a token")
-    check_floats("sin", sin, tuple(cos.shape), "cos and sin are one table")
-    width = 2 * cos.shape[1]
-    if width > x.shape[-1]:
-        raise contract_error("x", f"have at least {width} channels", x.shape[-1], "the table has one column a pair")
+    rope.check_turn(x, cos, sin)
     check_runs(x)
     if dtype_name(x) not in FLOATS:
         raise limit_error(function, "x", f"have dtype {' or '.join(FLOATS)}", dtype_name(x))

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dsacp_npu._tensors import Float, Int32, check_floats, check_tensor, torch, values_known
+from dsacp_npu._tensors import Float, Int32, torch
 from dsacp_npu._triton_launch import family_of, programs_for, tile_for
+from dsacp_npu.indexer import checked_selection
 from dsacp_npu.kernels.topk import CHUNKS, TILES, candidates_kernel, chosen_scores_kernel, sorted_kernel
 from dsacp_npu.partition import counted
-from dsacp_ref.spec import INT32_MAX, UnsupportedError, check_int, contract_error
+from dsacp_ref.spec import INT32_MAX, UnsupportedError
 
 __all__ = ["chosen_of_slice", "selected_entries"]
 
@@ -25,14 +26,8 @@ def selected_entries(scores: Float, num_visible: Int32, index_topk: int) -> Int3
 
     Limits: not in float64; fewer than 2^31 - 2^16 entries.
     """
-    check_floats("scores", scores, ("num_tokens", "num_entries"))
-    check_tensor("num_visible", num_visible, ("int32",), tuple(scores.shape[:1]), "one count a query")
-    index_topk = check_int("index_topk", index_topk, 1, INT32_MAX)
+    index_topk = checked_selection(scores, num_visible, index_topk)
     num_tokens, num_entries = scores.shape
-    if values_known(num_visible) and ((num_visible < 0) | (num_visible > num_entries)).any():
-        raise contract_error(
-            "num_visible", f"be in [0, {num_entries}]", num_visible.tolist(), "scores has a column each"
-        )
     if scores.dtype == torch.float64:
         raise UnsupportedError("backend 'triton' chooses by float32 scores, not by float64; use backend 'torch'")
     if num_entries >= INT32_MAX - (1 << 16):

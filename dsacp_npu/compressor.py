@@ -247,17 +247,12 @@ def pooled_entries(
 
     Limits: rows that ask for no entry are computed too, and zeroed.
     """
-    num_rows = check_projected(rows)
-    compress_ratio = check_int("compress_ratio", compress_ratio, 1, INT32_MAX // 2)
-    eps = check_number("eps", eps, at_least=0.0)
-    check_floats("norm_weight", norm_weight, ("d",))
-    overlap = check_state(state, rows, norm_weight, compress_ratio)
-    lengths = checked_lengths(query_start_loc, num_computed_tokens, num_rows)
-    check_continues(state, query_start_loc, num_computed_tokens, compress_ratio, overlap)
-    check_completed(entry_requests, entry_indices, lengths, num_computed_tokens, compress_ratio)
-
+    lengths = query_start_loc, num_computed_tokens
+    compress_ratio, eps, overlap = checked_pooling(
+        rows, entry_requests, entry_indices, *lengths, state, norm_weight, compress_ratio, eps
+    )
     num_entries, d = len(entry_requests), len(norm_weight)
-    if 0 in (num_entries, num_rows, len(lengths)):  # nothing to pool from
+    if 0 in (num_entries, len(rows.kv), len(num_computed_tokens)):  # nothing to pool from
         return rows.kv.new_zeros(num_entries, d)
     unwanted = entry_requests < 0  # these pool entry 0 of request 0, or whatever lies there, and are zeroed
     entry_requests, entry_indices = entry_requests.clamp(min=0), entry_indices.masked_fill(unwanted, 0)
@@ -273,6 +268,29 @@ def pooled_entries(
     normed = rms_norm(torch.cat(pooled), norm_weight, eps)
     entries = apply_rope(normed, *rope_table(entry_indices * compress_ratio, frequencies))
     return entries.masked_fill(unwanted[:, None], 0)
+
+
+def checked_pooling(
+    rows: ProjectedRows,
+    entry_requests: Int32,
+    entry_indices: Int32,
+    query_start_loc: Int32,
+    num_computed_tokens: Int32,
+    state: CompressorState,
+    norm_weight: Float,
+    compress_ratio: int,
+    eps: float,
+) -> tuple[int, float, bool]:
+    """Ratio, eps, and whether entries overlap, once all that is pooled from is found to belong together."""
+    num_rows = check_projected(rows)
+    compress_ratio = check_int("compress_ratio", compress_ratio, 1, INT32_MAX // 2)
+    eps = check_number("eps", eps, at_least=0.0)
+    check_floats("norm_weight", norm_weight, ("d",))
+    overlap = check_state(state, rows, norm_weight, compress_ratio)
+    lengths = checked_lengths(query_start_loc, num_computed_tokens, num_rows)
+    check_continues(state, query_start_loc, num_computed_tokens, compress_ratio, overlap)
+    check_completed(entry_requests, entry_indices, lengths, num_computed_tokens, compress_ratio)
+    return compress_ratio, eps, overlap
 
 
 def check_completed(

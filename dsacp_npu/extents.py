@@ -288,7 +288,34 @@ def build_cp_local_metadata(
     Limits: on a device or while compiling it needs the tables or ``num_input_tokens``.
     """
     rows = checked_on_host(query_start_loc, seq_lens)
-    num_tokens = None if rows is None else int(rows[0][-1])
+    tables = full_cos, full_sin
+    bounds = slice_bounds(query_start_loc, rows, cp_size, cp_rank, *tables, num_input_tokens)
+    local_start, local_end = bounds[:2]
+    cu_seqlens_q, seqused_kv = contiguous_extents(
+        *(rows or (query_start_loc, seq_lens)), local_start, local_end, causal=causal, empty_extent=empty_extent
+    )
+    kv_start_loc = cu_seqlens_q * 0
+    kv_start_loc[1:] = seqused_kv.cumsum(0, dtype=seqused_kv.dtype)
+    if rows is not None:
+        check_sums("local_seq_lens", kv_start_loc, seqused_kv)
+    lengths = as_tensor(cu_seqlens_q), as_tensor(seqused_kv), as_tensor(kv_start_loc)
+    return CPLocalMetadata(*lengths, *bounds, *local_tables(*tables, local_start, local_end, query_start_loc))
+
+
+def slice_bounds(
+    query_start_loc: Int32,
+    known: tuple[Any, Any] | None,
+    cp_size: int,
+    cp_rank: int,
+    full_cos: Float | None,
+    full_sin: Float | None,
+    num_input_tokens: int | None,
+) -> tuple[int, int, int, int]:
+    """Start, end and size of the rank's slice of the stream, and the stream's, once ranks, count and tables fit it.
+
+    ``known`` holds the offsets on the host, or is None.
+    """
+    num_tokens = None if known is None else int(known[0][-1])
     cp_size, cp_rank = checked_ranks(cp_size, cp_rank)
     rule = constant_split_rule("contiguous")
 
@@ -303,30 +330,18 @@ def build_cp_local_metadata(
     num_tokens_pad = padded(cos_rows if num_input_tokens is None else num_input_tokens)
     tokens_per_rank = num_tokens_pad // cp_size
     local_start = cp_rank * tokens_per_rank
-    local_end = local_start + tokens_per_rank
-    cu_seqlens_q, seqused_kv = contiguous_extents(
-        *(rows or (query_start_loc, seq_lens)), local_start, local_end, causal=causal, empty_extent=empty_extent
-    )
-    kv_start_loc = cu_seqlens_q * 0
-    kv_start_loc[1:] = seqused_kv.cumsum(0, dtype=seqused_kv.dtype)
-    if rows is not None:
-        check_sums("local_seq_lens", kv_start_loc, seqused_kv)
+    return local_start, local_start + tokens_per_rank, tokens_per_rank, num_tokens_pad
+
+
+def local_tables(
+    full_cos: Float | None, full_sin: Float | None, local_start: int, local_end: int, like: torch.Tensor
+) -> tuple[Float, Float]:
+    """The slice's rows of both tables; without tables none of them has a column."""
+    count = local_end - local_start
     if full_cos is None or full_sin is None:
-        local_cos = local_sin = query_start_loc.new_empty(tokens_per_rank, 0, dtype=torch.float32)
-    else:
-        local_cos = table_rows(full_cos, local_start, tokens_per_rank, 1.0)
-        local_sin = table_rows(full_sin, local_start, tokens_per_rank, 0.0)
-    return CPLocalMetadata(
-        as_tensor(cu_seqlens_q),
-        as_tensor(seqused_kv),
-        as_tensor(kv_start_loc),
-        local_start,
-        local_end,
-        tokens_per_rank,
-        num_tokens_pad,
-        local_cos,
-        local_sin,
-    )
+        nothing = like.new_empty(count, 0, dtype=torch.float32)
+        return nothing, nothing
+    return table_rows(full_cos, local_start, count, 1.0), table_rows(full_sin, local_start, count, 0.0)
 
 
 def check_tables(

@@ -73,12 +73,17 @@ class IndexSelection(NamedTuple):
 
 def hadamard(x: Float) -> Float:
     """Mirror of `dsacp_ref.indexer.hadamard`."""
+    check_rotation(x)
+    return in_blocks(rotated, x)
+
+
+def check_rotation(x: Float) -> None:
+    """Refuse vectors that no Sylvester matrix fits."""
     check_torch("x", x)
     d = x.shape[-1] if getattr(x, "shape", ()) else 0
     if d < 1 or d & (d - 1):
         raise contract_error("x", "have a power of two as its last size", d, "the Sylvester matrix has no other sizes")
     check_floats("x", x, tuple(x.shape))
-    return in_blocks(rotated, x)
 
 
 def rotated(x: Float) -> Float:
@@ -133,6 +138,11 @@ def index_scores(index_q: Float, index_weights: Float, index_keys: Float) -> Flo
 
 def selected_entries(scores: Float, num_visible: Int32, index_topk: int) -> Int32:
     """Mirror of `dsacp_ref.indexer.selected_entries`."""
+    return best_entries(scores, num_visible, checked_selection(scores, num_visible, index_topk))
+
+
+def checked_selection(scores: Float, num_visible: Int32, index_topk: int) -> int:
+    """How many entries to choose, once scores and counts are found to fit each other."""
     check_floats("scores", scores, ("num_tokens", "num_entries"))
     check_tensor("num_visible", num_visible, ("int32",), tuple(scores.shape[:1]), "one count a query")
     index_topk = check_int("index_topk", index_topk, 1, INT32_MAX)
@@ -141,7 +151,7 @@ def selected_entries(scores: Float, num_visible: Int32, index_topk: int) -> Int3
         raise contract_error(
             "num_visible", f"be in [0, {num_entries}]", num_visible.tolist(), "scores has a column each"
         )
-    return best_entries(scores, num_visible, index_topk)
+    return index_topk
 
 
 def lightning_indexer(

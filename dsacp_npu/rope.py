@@ -102,6 +102,14 @@ def apply_inverse_rope(x: Float, cos: Float, sin: Float) -> Float:
 
 def turned(x: Float, cos: Float, sin: Float) -> Float:
     """A copy of x whose last pairs are rotated."""
+    check_turn(x, cos, sin)
+    if cos.shape[1] == 0:
+        return x.clone()
+    return in_blocks(with_turned_pairs, x, cos, sin)
+
+
+def check_turn(x: Float, cos: Float, sin: Float) -> None:
+    """Refuse vectors and tables that do not fit each other."""
     if not hasattr(x, "shape") or len(x.shape) < 2:
         got = list(x.shape) if hasattr(x, "shape") else type(x).__name__
         raise contract_error("x", "have shape [num_tokens, ..., head_dim]", got)
@@ -111,9 +119,6 @@ def turned(x: Float, cos: Float, sin: Float) -> Float:
     width = 2 * cos.shape[1]
     if width > x.shape[-1]:
         raise contract_error("x", f"have at least {width} channels", x.shape[-1], "the table has one column a pair")
-    if width == 0:
-        return x.clone()
-    return in_blocks(with_turned_pairs, x, cos, sin)
 
 
 def with_turned_pairs(x: Float, cos: Float, sin: Float) -> Float:
