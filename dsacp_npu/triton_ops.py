@@ -7,7 +7,7 @@ refused with `UnsupportedError`, never computed by other means. Matrix products 
 
 from __future__ import annotations
 
-__all__ = ["FUNCTIONS", "KERNEL_FILES", "LOGIT_LIMIT"]
+__all__ = ["FUNCTIONS", "KERNEL_FILES", "LOGIT_LIMIT", "RUN_ON_GPU"]
 
 # Up to this size of logits attention may do without a running maximum: neither exp of one, nor its sum over 2**20 keys,
 # nor that times a key leaves float32.
@@ -86,3 +86,6 @@ KERNEL_FILES: dict[str, tuple[str, ...]] = {
     "updated_state_": ("compressor_state",),
     "window_attention": ("queries", "attention_slots", "attention"),
 }
+
+# What has run on an NVIDIA GPU, by itself or in a layer there; of what takes this backend, two forms of the layer.
+RUN_ON_GPU = frozenset({*FUNCTIONS} - {"compressed_entries"} | {"attention_layer", "layer_over_ranks"})

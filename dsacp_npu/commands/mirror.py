@@ -44,7 +44,8 @@ in `dsacp_npu`, and what was done with it:
 * {COMPILED}: the Triton kernels behind it compute the right thing in Triton's interpreter, and on a
   CPU as what the Ascend adapter makes of them (and HFusion, where that can be executed); the Ascend compiler takes them
   for A2, A3 and A5 within on-chip memory. Projections are torch's matrix products, without a kernel.
-* {ONCE}: on one NVIDIA H200, by `tests/kernels/test_cuda.py`, which is skipped where there is no GPU.
+* {ONCE}: on one NVIDIA H200, by `tests/kernels/test_cuda.py`, which is skipped where there is no GPU, or by
+  `python -m dsacp_npu bench --device cuda`, which compares before it times.
 * {NOT_RUN}: nothing of it has run on such a device.
 
 `{NONE}`: there is none. A layer reaches cann and triton by its keyword `backend`. A name that ends in `_` writes into
@@ -105,7 +106,8 @@ def table_of(module: str, torch_module: ModuleType | None, cann: ModuleType | No
             in_triton = kernels is not None and (name in kernels.FUNCTIONS or takes)
             on_npu = NOT_RUN if in_triton or {in_torch, in_cann} != {NONE} else NONE
             products = in_triton and kernels.KERNEL_FILES.get(name) == ()  # torch's alone
-            triton = (TESTED if products else COMPILED, ONCE) if in_triton else (NONE, NONE)
+            on_gpu = ONCE if in_triton and name in kernels.RUN_ON_GPU else NOT_RUN
+            triton = (TESTED if products else COMPILED, on_gpu) if in_triton else (NONE, NONE)
             rows.append((f"`{name}`", in_torch, in_cann, *triton, on_npu))
         else:
             rows.append((described(name, value), in_torch, *[NONE] * 4))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from dsacp_npu._layer_parts import Torch
 from dsacp_npu.commands import mirror
 
 PAGE = Path(__file__).parents[2] / "docs" / "mirror.md"
@@ -99,6 +100,16 @@ def test_what_runs_over_processes_was_run_there() -> None:
     texts = "\n".join(path.read_text() for path in (TESTS / "distributed").glob("*.py"))
     unrun = [name for name in functions_of("distributed") if not re.search(rf"\b{name}\b", texts)]
     assert unrun == []
+
+
+def test_what_is_called_run_once_is_named_by_a_test_on_a_gpu_or_called_by_its_layers() -> None:
+    """Beside `selected_entries`, whose choice the benchmark compares with the stable order, and `updated_state`, which
+    `compress` calls."""
+    text = (Path(__file__).parents[1] / "kernels" / "test_cuda.py").read_text()
+    run = [line.split("`")[1] for line in mirror.page().splitlines() if f"| {mirror.ONCE} |" in line]
+    called = {*vars(Torch), "selected_entries", "updated_state"}
+    assert {"attention_layer", "window_attention"} <= set(run)
+    assert [name for name in run if name not in text and name not in called] == []
 
 
 def test_what_is_called_compiled_is_named_by_a_test_of_kernels() -> None:
