@@ -143,8 +143,17 @@ class LoweredFunction:
         if not guarded:
             self.launch([tensor_or_scalar(a) for a in arguments], programs)
             return
-        tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
-        with guard.Copies(tensors) as copies:
+        for tries in range(guard.TRIES):
+            try:
+                self.launch_guarded(arguments, programs)
+                return
+            except guard.StuckError:  # nothing was written back
+                if tries == guard.TRIES - 1:
+                    raise
+
+    def launch_guarded(self, arguments: Sequence[Any], programs: int) -> None:
+        """Run in a child, on copies in front of forbidden pages, and take over what it wrote."""
+        with guard.Copies([a for a in arguments if isinstance(a, torch.Tensor)]) as copies:
             guard.in_child(lambda: self.launch(placed(arguments, copies.addresses), programs), self.name)
             copies.write_back(self.name)
 

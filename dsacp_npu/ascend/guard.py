@@ -16,16 +16,22 @@ from typing import Any
 
 from dsacp_npu._tensors import torch
 
-__all__ = ["Copies", "MemoryFaultError", "in_child"]
+__all__ = ["TRIES", "Copies", "MemoryFaultError", "StuckError", "in_child"]
 
 PAGE = mmap.PAGESIZE
 FILL = 0xA5  # of the bytes in front of a copy
 FORBIDDEN = 0  # PROT_NONE
 LIMIT_S = 300.0
+STUCK_S = 5.0  # a program computes all the time; a child that sleeps so long waits for a lock
+TRIES = 4
 
 
 class MemoryFaultError(RuntimeError):
     """A program read or wrote outside of its arguments, or did not come to an end."""
+
+
+class StuckError(RuntimeError):
+    """A child that waits for ever: a lock of another thread was held when it was forked. Fork again."""
 
 
 class Copies:
@@ -79,7 +85,10 @@ def protect(address: int, rights: int) -> None:
 
 
 def in_child(work: Callable[[], Any], name: str, limit_s: float = LIMIT_S) -> None:
-    """Do the work in a child process; MemoryFaultError if it crashes, or takes longer than the limit."""
+    """Do the work in a child process; MemoryFaultError if it crashes, or takes longer than the limit.
+
+    StuckError if it sleeps: what it has written until then is of no use.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # the child calls machine code and leaves
         child = os.fork()
@@ -106,13 +115,31 @@ def in_child(work: Callable[[], Any], name: str, limit_s: float = LIMIT_S) -> No
 def waited(child: int, limit_s: float) -> int | None:
     """The exit status of a child, negative for a signal; None if it had to be killed."""
     end = time.monotonic() + limit_s
-    pause = 0.0005
+    pause, busy, used = 0.0005, time.monotonic(), ("", -1)
     while time.monotonic() < end:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
             return os.waitstatus_to_exitcode(status)
+        before, used = used, sleep_and_time(child)
+        if used != before or used[0] != "S":
+            busy = time.monotonic()
+        elif time.monotonic() - busy > STUCK_S:
+            end_child(child)
+            raise StuckError(f"a child slept for {STUCK_S:g} s")
         time.sleep(pause)
         pause = min(2 * pause, 0.05)
+    end_child(child)
+    return None
+
+
+def sleep_and_time(child: int) -> tuple[str, int]:
+    """Whether a child runs (``"R"``) or sleeps (``"S"``), and the processor time that it has used, in ticks."""
+    with open(f"/proc/{child}/stat") as stat:
+        fields = stat.read().rpartition(")")[2].split()
+    return fields[0], int(fields[11]) + int(fields[12])
+
+
+def end_child(child: int) -> None:
+    """Kill a child and forget it."""
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    return None

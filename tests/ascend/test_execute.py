@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import time
 from typing import Any
 
 import pytest
 import torch
 
+from dsacp_npu.ascend import guard
 from dsacp_npu.ascend.cpu_forms import cpu_form
 from dsacp_npu.ascend.execute import LEVELS, lowered_function
 from dsacp_npu.ascend.guard import MemoryFaultError, in_child
@@ -195,3 +197,38 @@ def test_a_child_that_does_not_end_is_stopped() -> None:
 
     with pytest.raises(MemoryFaultError, match=r"did not end within 0\.2 s"):
         in_child(forever, "endless", limit_s=0.2)
+
+
+def test_a_child_that_sleeps_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lock that another thread held at the fork never comes free in the child; one that computes is let be."""
+    monkeypatch.setattr(guard, "STUCK_S", 0.3)
+    with pytest.raises(guard.StuckError):
+        in_child(lambda: time.sleep(60), "asleep")
+
+    def computing() -> None:
+        end = time.process_time() + 0.6
+        while time.process_time() < end:
+            pass
+
+    in_child(computing, "awake")
+
+
+def test_what_is_stuck_is_run_again_on_fresh_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    function = lowered_function(
+        kernels.double_kernel, {"x_ptr": "*fp32", "out_ptr": "*fp32", "count": "i32"}, {"BLOCK": 16}, level="adapter"
+    )
+    x, out, run, stuck = torch.arange(20.0), torch.zeros(20), guard.in_child, [1, 1]
+
+    def sometimes(work: Any, name: str) -> None:
+        run(work, name)
+        if stuck:
+            stuck.pop()
+            raise guard.StuckError("after it wrote")
+
+    monkeypatch.setattr(guard, "in_child", sometimes)
+    function([x, out, 20], 2)
+    assert not stuck
+    assert torch.equal(out, 2 * x)
+    stuck += [1] * guard.TRIES
+    with pytest.raises(guard.StuckError):
+        function([x, out, 20], 2)
