@@ -22,18 +22,18 @@ from dsacp_npu._tensors import Float, check_tensor, dtype_name, torch
 from dsacp_npu.exchange import check_shard
 from dsacp_npu.parallel import Parallel
 from dsacp_npu.partition import spread_rows
-from dsacp_npu.step import StepMetadata
+from dsacp_npu.step import RowLayout
 from dsacp_ref.spec import check_record, contract_error
 
 __all__ = ["gathered_rows", "last_rows", "own_rows", "split_experts"]
 
 
-def own_rows(stream: torch.Tensor, step: StepMetadata) -> torch.Tensor:
+def own_rows(stream: torch.Tensor, step: RowLayout) -> torch.Tensor:
     """This rank's rows of something that every rank has for all tokens, such as token ids or embeddings.
 
     Args:
         stream: any dtype [num_tokens or more, ...], by token of the step.
-        step: StepMetadata.
+        step: StepMetadata or MLAStep.
 
     Returns:
         array [step.num_rows, ...], zero in pad rows.
@@ -41,7 +41,7 @@ def own_rows(stream: torch.Tensor, step: StepMetadata) -> torch.Tensor:
     Raises:
         ContractError: fewer rows than tokens.
     """
-    check_record("step", step, StepMetadata)
+    check_record("step", step, RowLayout)
     check_shard(stream, 0)
     if len(stream) < step.num_tokens:
         hint = "every rank has the whole stream here"
@@ -49,12 +49,12 @@ def own_rows(stream: torch.Tensor, step: StepMetadata) -> torch.Tensor:
     return spread_rows(stream, step.token_indices)
 
 
-def gathered_rows(rows: torch.Tensor, step: StepMetadata, parallel: Parallel) -> torch.Tensor:
+def gathered_rows(rows: torch.Tensor, step: RowLayout, parallel: Parallel) -> torch.Tensor:
     """All tokens' rows on every rank, in the order of the step.
 
     Args:
         rows: any dtype [step.num_rows, ...], this rank's.
-        step: StepMetadata.
+        step: StepMetadata or MLAStep.
         parallel: Parallel of the layers that the step was made for.
 
     Returns:
@@ -69,12 +69,12 @@ def gathered_rows(rows: torch.Tensor, step: StepMetadata, parallel: Parallel) ->
     return distributed.gathered_in_order(rows, parallel.cp, step.partition)  # type: ignore[arg-type]  # of a split
 
 
-def last_rows(rows: torch.Tensor, step: StepMetadata, parallel: Parallel) -> torch.Tensor:
+def last_rows(rows: torch.Tensor, step: RowLayout, parallel: Parallel) -> torch.Tensor:
     """Each request's last new row on every rank; only these travel.
 
     Args:
         rows: any dtype [step.num_rows, ...], this rank's.
-        step: StepMetadata.
+        step: StepMetadata or MLAStep.
         parallel: Parallel of the layers that the step was made for.
 
     Returns:
@@ -84,26 +84,22 @@ def last_rows(rows: torch.Tensor, step: StepMetadata, parallel: Parallel) -> tor
         ContractError: another number of rows.
     """
     check_rows(rows, step, parallel)
-    starts = next(iter(step.batches.values())).query_start_loc
+    starts = step.query_start_loc
     if scattered(step, parallel):
-        return distributed_block.gathered_last_rows(
-            rows,
-            parallel.cp,
-            step.partition,
-            starts,  # type: ignore[arg-type]  # of a split
-        )
+        group = (parallel.cp, step.partition)  # neither is None in a split
+        return distributed_block.gathered_last_rows(rows, *group, starts)  # type: ignore[arg-type]
     ends = torch.where(starts[1:] > starts[:-1], starts[1:] - 1, -1)
     return spread_rows(rows, ends)
 
 
-def split_experts(rows: Float, step: StepMetadata, parallel: Parallel, expert: Callable[[Float], Float]) -> Float:
+def split_experts(rows: Float, step: RowLayout, parallel: Parallel, expert: Callable[[Float], Float]) -> Float:
     """The output of an expert layer whose weights are split over the CP ranks, for this rank's rows.
 
     Ranks hold different rows, so none may be summed as they are: rows are gathered before, and shared out after.
 
     Args:
         rows: float [step.num_rows, hidden], this rank's.
-        step: StepMetadata.
+        step: StepMetadata or MLAStep.
         parallel: Parallel of the layers that the step was made for.
         expert: what this rank's share of the weights makes of any rows: a summand of the output, row by row.
 
@@ -126,7 +122,7 @@ def split_experts(rows: Float, step: StepMetadata, parallel: Parallel, expert: C
     ).masked_fill(pad, 0)
 
 
-def scattered(step: StepMetadata, parallel: Parallel) -> bool:
+def scattered(step: RowLayout, parallel: Parallel) -> bool:
     """Whether a rank's rows in this step are its own alone."""
     return step.splits and parallel.options.dsa_cp_rows == "scattered"
 
@@ -138,9 +134,9 @@ def made_by(expert: Callable[[Float], Float], rows: Float) -> Float:
     return made
 
 
-def check_rows(rows: torch.Tensor, step: StepMetadata, parallel: Parallel) -> None:
+def check_rows(rows: torch.Tensor, step: RowLayout, parallel: Parallel) -> None:
     """Refuse rows that are not laid out by the step."""
-    check_record("step", step, StepMetadata)
+    check_record("step", step, RowLayout)
     check_record("parallel", parallel, Parallel)
     check_shard(rows, parallel.cp_rank)
     if len(rows) != step.num_rows:

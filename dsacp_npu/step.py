@@ -23,7 +23,7 @@ from dsacp_npu._layer_records import LayerBatch, LayerCache
 from dsacp_npu._rank_layer import RankStep, planned_partition, rank_step, step_plan_over_ranks
 from dsacp_npu._tensors import Int32, check_host, torch
 from dsacp_npu.caches import Caches
-from dsacp_npu.extents import check_batch
+from dsacp_npu.extents import check_batch, token_positions
 from dsacp_npu.layer import uses_context_parallel
 from dsacp_npu.partition import Partition, counted
 from dsacp_ref.spec import check_int, check_record, contract_error
@@ -31,30 +31,66 @@ from dsacp_ref.spec import check_int, check_record, contract_error
 if TYPE_CHECKING:
     from dsacp_npu.module import DSAttention
 
-__all__ = ["StepMetadata", "metadata_of_batches", "step_metadata"]
+__all__ = ["RowLayout", "StepMetadata", "metadata_of_batches", "step_metadata"]
 
 
-class StepMetadata:
-    """What the layers of a model need to know of one forward.
+class RowLayout:
+    """Which tokens of a step this rank's rows hold, whatever the model.
 
     Fields:
-        splits: bool, whether this step splits tokens over the CP ranks; if not, it runs by heads.
-        batches: LayerBatch by compress ratio, on the host, global.
+        splits: bool, whether this step splits tokens over the CP ranks; if not, each rank runs all of them.
         requests: names of the batch's requests; empty where an engine keeps its own.
-        plan: the number of the plan that made room for it in `Caches`; None where an engine does so itself.
-        partition: Partition of the tokens over the CP ranks; None in a step by heads.
+        plan: the number of the plan that made room for it in its caches; None where an engine does so itself.
+        partition: Partition of the tokens over the CP ranks; None in a step that does not split.
+        query_start_loc: int32[num_reqs + 1], on the host, global.
         token_indices: int32[num_rows], on the host: the token of the step that each row of hidden states holds on this
             rank, -1 in pad rows.
         positions: int32[num_rows], on the host: its position in its request, -1 in pad rows.
     """
 
     splits: bool
-    batches: dict[int, LayerBatch]
     requests: tuple[Hashable, ...]
     plan: int | None
     partition: Partition | None
+    query_start_loc: Int32
     token_indices: Int32
     positions: Int32
+
+    def __init__(
+        self,
+        query_start_loc: Int32,
+        seq_lens: Int32,
+        requests: tuple[Hashable, ...],
+        partition: Partition | None,
+        token_indices: Int32,
+        plan: int | None,
+    ) -> None:
+        """Of a step with these lengths on the host; rows beyond its tokens are pad rows."""
+        self.query_start_loc, self.requests, self.partition, self.plan = query_start_loc, requests, partition, plan
+        self.splits = partition is not None
+        self.token_indices = token_indices.masked_fill(token_indices >= int(query_start_loc[-1]), -1)
+        self.positions = token_positions(self.token_indices, query_start_loc, seq_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the step on all ranks."""
+        return int(self.query_start_loc[-1])
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of hidden states that this rank hands to a layer."""
+        return len(self.token_indices)
+
+
+class StepMetadata(RowLayout):
+    """What the layers of a model need to know of one forward.
+
+    Fields:
+        batches: LayerBatch by compress ratio, on the host, global.
+        (others): as `RowLayout`; a step that does not split tokens runs by heads.
+    """
+
+    batches: dict[int, LayerBatch]
 
     def __init__(
         self,
@@ -67,22 +103,10 @@ class StepMetadata:
         plan: int | None,
     ) -> None:
         """Made by `step_metadata` and `metadata_of_batches`."""
-        self.batches, self.requests, self.partition, self.plan = batches, requests, partition, plan
-        self.splits = partition is not None
-        count = int(next(iter(batches.values())).query_start_loc[-1])
-        self.token_indices = token_indices.masked_fill(token_indices >= count, -1)
-        self.positions = rows_of(self.token_indices, next(iter(batches.values()))).positions
+        first = next(iter(batches.values()))
+        super().__init__(first.query_start_loc, first.seq_lens, requests, partition, token_indices, plan)
+        self.batches = batches
         self._by_ratio, self._shapes = by_ratio, shapes
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the step on all ranks."""
-        return int(next(iter(self.batches.values())).query_start_loc[-1])
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of hidden states that this rank hands to a layer."""
-        return len(self.token_indices)
 
     def geometry(self, compress_ratio: int) -> Geometry:
         """Where this rank's rows lie in layers of a ratio; of a step by heads."""
@@ -142,6 +166,7 @@ class StepMetadata:
         for mine_, theirs_ in zip(mine, theirs, strict=True):
             mine_.copy_(theirs_)
         self.batches, self.requests, self.plan = other.batches, other.requests, other.plan
+        self.query_start_loc = other.query_start_loc
         self.token_indices, self.positions = other.token_indices, other.positions
 
     def _of(self, compress_ratio: int) -> Geometry | RankStep:

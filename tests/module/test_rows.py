@@ -117,7 +117,7 @@ REFUSALS: Sequence[tuple[Callable[[Any, Any], Any], str]] = [
         lambda step, one: own_rows(FOUR[:3], step),
         "stream must have the step's 4 tokens, got 3; every rank has the whole stream here",
     ),
-    (lambda step, one: own_rows(FOUR, None), "step must be of type StepMetadata, got NoneType"),
+    (lambda step, one: own_rows(FOUR, None), "step must be of type RowLayout, got NoneType"),
     (lambda step, one: gathered_rows(FOUR[:3], step, one), ROWS.format(3)),
     (lambda step, one: last_rows(torch.ones(5, 2), step, one), ROWS.format(5)),
     (lambda step, one: last_rows(FOUR, step, None), "parallel must be of type Parallel, got NoneType"),
