@@ -1,5 +1,7 @@
 """The indexer over a paged cache: a call checked as a whole, then scored and chosen from in one of two ways.
 
+A cache is one tensor of floats, or a record of codes and their scales; `CODECS` says what goes with which record.
+
 Which keys a query may see depends on values. Where they are known, the queries of an operator row share its keys, cut
 at the last one that is seen; elsewhere every query gathers all that its table has room for. Both score in whole tiles,
 so they give the same numbers.
@@ -7,8 +9,9 @@ so they give the same numbers.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dsacp_npu._tensors import (
     Float,
@@ -23,20 +26,41 @@ from dsacp_npu._tensors import (
 )
 from dsacp_npu._tiles import KEY_BLOCK, KEY_TILE, head_hits, head_sums
 from dsacp_npu.extents import query_positions, query_rows
+from dsacp_npu.fp8 import FP8Vectors, fp8_vectors
+from dsacp_npu.fp8 import coded_scores as fp8_scores
 from dsacp_npu.paging import check_slots, gathered_rows, slot_mapping
 from dsacp_npu.partition import counted
-from dsacp_npu.quant import SCORED_NUMBERS, QuantizedVectors, coded_scores, coded_vectors
+from dsacp_npu.quant import SCORED_NUMBERS, QuantizedVectors, coded_vectors
+from dsacp_npu.quant import coded_scores as int8_scores
 from dsacp_npu.visibility import visible_entries
 from dsacp_ref.spec import INT32_MAX, check_int, contract_error
 
 NARROWING = 4  # entries a chosen one from which finding the best few is cheaper than sorting all
 GATHERED_NUMBERS = 1 << 24  # numbers of keys, or scores of heads, gathered at a time
 
+IndexKeys = Float | QuantizedVectors | FP8Vectors
+
+
+class Codec(NamedTuple):
+    """How index keys of one coded kind are made, what they are made of, and how queries are scored against them."""
+
+    name: str
+    values: str  # dtypes
+    scales: str  # and that of the head weights
+    vectors: Callable[[str, Float], Any]
+    scores: Callable[..., Float]  # against whole tiles of keys
+
+
+CODECS: dict[type, Codec] = {
+    QuantizedVectors: Codec("int8", "int8", "float16", coded_vectors, int8_scores),
+    FP8Vectors: Codec("FP8", "float8_e4m3fn", "float32", fp8_vectors, fp8_scores),
+}
+
 
 class IndexCall(NamedTuple):
     """A call of the indexer, checked: what is scored, and where each query's keys lie."""
 
-    queries: Float | QuantizedVectors  # of the computing dtype, or coded
+    queries: IndexKeys  # of the computing dtype, or coded
     weights: Float
     num_visible: Int32
     rows: Int32  # the operator row of each query
@@ -55,7 +79,7 @@ def check_queries(index_q: Float, index_weights: Float, axis: str = "num_tokens"
 def index_call(
     index_q: Float,
     index_weights: Float,
-    index_cache: Float | QuantizedVectors,
+    index_cache: IndexKeys,
     cmp_block_table: Int32,
     cu_seqlens_q: Int32,
     seqused_kv: Int32,
@@ -69,8 +93,8 @@ def index_call(
     num_visible = visible_entries(positions, compress_ratio)
     index_topk = check_int("index_topk", index_topk, 1, INT32_MAX)
     queries, weights = index_q.detach(), index_weights.detach()
-    if isinstance(index_cache, QuantizedVectors):
-        queries, weights = coded_queries(queries, weights, num_visible)
+    if type(index_cache) in CODECS:
+        queries, weights = coded_queries(queries, weights, num_visible, type(index_cache))
     else:
         dtype = computing_dtype(index_q.dtype)
         queries, weights = queries.to(dtype), weights.to(dtype)
@@ -85,7 +109,7 @@ def index_call(
 def check_call(
     index_q: Float,
     index_weights: Float,
-    index_cache: Float | QuantizedVectors,
+    index_cache: IndexKeys,
     cmp_block_table: Int32,
     seqused_kv: Int32,
 ) -> int:
@@ -98,32 +122,36 @@ def check_call(
     return block_size
 
 
-def coded_queries(queries: Float, weights: Float, num_visible: Int32) -> tuple[QuantizedVectors, Float]:
-    """Queries and head weights as the int8 cache is scored with them."""
+def coded_queries(
+    queries: Float, weights: Float, num_visible: Int32, kind: type
+) -> tuple[QuantizedVectors | FP8Vectors, Float]:
+    """Queries and head weights as a cache of coded keys is scored with them."""
+    codec = CODECS[kind]
     blind = num_visible == 0  # what belongs to no query that chooses may be anything, and fits no code then
-    coded = coded_vectors("index_q", queries.masked_fill(blind[:, None, None], 0))
-    return coded, float16_weights(weights.masked_fill(blind[:, None], 0))
+    coded = codec.vectors("index_q", queries.masked_fill(blind[:, None, None], 0))
+    return coded, cast_weights(weights.masked_fill(blind[:, None], 0), codec)
 
 
-def check_index_cache(index_cache: Float | QuantizedVectors, dtype: str, d: int, hint: str) -> int:
-    """The block size, once the cache holds keys of this width: floats of this dtype, or int8 and their scales."""
-    if isinstance(index_cache, QuantizedVectors):
-        values, scales = index_cache
-        check_tensor("index_cache.values", values, ("int8",), ("num_blocks", "block_size", d), "as wide as the queries")
-        shape = tuple(values.shape[:2])
-        check_tensor("index_cache.scales", scales, ("float16",), shape, "one scale a vector")
-        return values.shape[1]
-    check_tensor("index_cache", index_cache, (dtype,), ("num_blocks", "block_size", d), hint)
-    return index_cache.shape[1]
+def check_index_cache(index_cache: IndexKeys, dtype: str, d: int, hint: str) -> int:
+    """The block size, once the cache holds keys of this width: floats of this dtype, or codes and their scales."""
+    shape = ("num_blocks", "block_size", d)
+    if type(index_cache) not in CODECS:
+        check_tensor("index_cache", index_cache, (dtype,), shape, hint)
+        return index_cache.shape[1]
+    codec, (values, scales) = CODECS[type(index_cache)], index_cache
+    check_tensor("index_cache.values", values, (codec.values,), shape, "as wide as the queries")
+    check_tensor("index_cache.scales", scales, (codec.scales,), tuple(values.shape[:2]), "one scale a vector")
+    return values.shape[1]
 
 
-def float16_weights(index_weights: Float) -> Float:
-    """The head weights as the int8 operator takes them."""
-    weights = index_weights.float().to(torch.float16)
+def cast_weights(index_weights: Float, codec: Codec) -> Float:
+    """The head weights as the codec's operator takes them, by way of float32."""
+    weights = index_weights.float().to(getattr(torch, codec.scales))
     infinite = weights.isinf()
     if values_known(infinite) and infinite.any():
         got = float(index_weights.flatten()[first_true(infinite.flatten())])
-        raise contract_error("index_weights", "be of a size that float16 holds", got, "the int8 operator's dtype")
+        rule = f"be of a size that {codec.scales} holds"
+        raise contract_error("index_weights", rule, got, f"the {codec.name} operator's dtype")
     return weights
 
 
@@ -142,14 +170,14 @@ def slots_of_rows(
     return found
 
 
-def chosen_entries(call: IndexCall, index_cache: Float | QuantizedVectors) -> Int32:
+def chosen_entries(call: IndexCall, index_cache: IndexKeys) -> Int32:
     """The choice of a checked call."""
     if 0 in (len(call.num_visible), len(call.block_table)):
         return call.num_visible.new_full((len(call.num_visible), call.index_topk), -1)
     return from_shared_keys(call, index_cache) if call.row_slots is not None else from_own_keys(call, index_cache)
 
 
-def from_shared_keys(call: IndexCall, index_cache: Float | QuantizedVectors) -> Int32:
+def from_shared_keys(call: IndexCall, index_cache: IndexKeys) -> Int32:
     """The choice where lengths are known: the queries of a row share its keys."""
     chosen = call.num_visible.new_full((len(call.num_visible), call.index_topk), -1)
     for queries, slots in call.row_slots or ():
@@ -158,17 +186,17 @@ def from_shared_keys(call: IndexCall, index_cache: Float | QuantizedVectors) -> 
         for start in range(queries.start, queries.stop, step):
             block = slice(start, min(start + step, queries.stop))
             seen = int(call.num_visible[block.stop - 1])
-            scores = block_scores(call, block, taken_keys(keys, -(-seen // KEY_TILE) * KEY_TILE))
+            scores = block_scores(call, block, some_of(keys, slice(-(-seen // KEY_TILE) * KEY_TILE)))
             chosen[block] = best_entries(scores[:, :seen], call.num_visible[block], call.index_topk)
     return chosen
 
 
-def from_own_keys(call: IndexCall, index_cache: Float | QuantizedVectors) -> Int32:
+def from_own_keys(call: IndexCall, index_cache: IndexKeys) -> Int32:
     """The choice where no length is known: every query gathers what its table has room for, masked."""
     (num_queries, num_heads), capacity = call.weights.shape, call.block_table.shape[1] * call.block_size
     if capacity == 0:
         return call.num_visible.new_full((num_queries, call.index_topk), -1)
-    d = (call.queries.values if isinstance(call.queries, QuantizedVectors) else call.queries).shape[2]
+    d = parts_of(call.queries)[0].shape[2]
     step = max(1, GATHERED_NUMBERS // (capacity * max(d, num_heads)))
     entries, chosen = counted(capacity, call.rows), []
     for start in range(0, num_queries, step):
@@ -181,31 +209,37 @@ def from_own_keys(call: IndexCall, index_cache: Float | QuantizedVectors) -> Int
     return torch.cat(chosen)
 
 
-def tiles_at(index_cache: Float | QuantizedVectors, slots: Int32, call: IndexCall) -> Float | QuantizedVectors:
+def tiles_at(index_cache: IndexKeys, slots: Int32, call: IndexCall) -> IndexKeys:
     """Whole tiles of the keys at these slots, [keys, d] or one such a query."""
     missing = -slots.shape[-1] % KEY_TILE
     slots = torch.cat([slots, slots.new_full((*slots.shape[:-1], missing), -1)], dim=-1)
-    keys = [gathered_rows(part, slots) for part in parts_of(index_cache)]
-    return QuantizedVectors(*keys) if len(keys) == 2 else keys[0].to(call.weights.dtype)
+    keys = with_parts(index_cache, [gathered_rows(part, slots) for part in parts_of(index_cache)])
+    return keys if type(keys) in CODECS else keys.to(call.weights.dtype)
 
 
-def parts_of(index_cache: Float | QuantizedVectors) -> tuple[torch.Tensor, ...]:
-    """The tensors of a cache."""
-    return tuple(index_cache) if isinstance(index_cache, QuantizedVectors) else (index_cache,)
+def parts_of(keys: IndexKeys) -> tuple[torch.Tensor, ...]:
+    """The tensors of a cache, or of keys or queries; FP8 as bytes, which all devices can move."""
+    if isinstance(keys, FP8Vectors):
+        return keys.values.view(torch.uint8), keys.scales
+    return tuple(keys) if isinstance(keys, QuantizedVectors) else (keys,)
 
 
-def taken_keys(keys: Float | QuantizedVectors, count: int) -> Float | QuantizedVectors:
-    """The first keys of a row."""
-    if isinstance(keys, QuantizedVectors):
-        return QuantizedVectors(*(part[:count] for part in keys))
-    return keys[:count]
+def with_parts(like: IndexKeys, parts: Sequence[torch.Tensor]) -> IndexKeys:
+    """What `parts_of` would take apart into these parts."""
+    if isinstance(like, FP8Vectors):
+        return FP8Vectors(parts[0].view(torch.float8_e4m3fn), parts[1])
+    return QuantizedVectors(*parts) if isinstance(like, QuantizedVectors) else parts[0]
 
 
-def block_scores(call: IndexCall, block: slice, keys: Float | QuantizedVectors) -> Float:
+def some_of(keys: IndexKeys, rows: slice) -> IndexKeys:
+    """Some of the keys or queries."""
+    return with_parts(keys, [part[rows] for part in parts_of(keys)])
+
+
+def block_scores(call: IndexCall, block: slice, keys: IndexKeys) -> Float:
     """The scores of a block of queries."""
-    if isinstance(call.queries, QuantizedVectors) and isinstance(keys, QuantizedVectors):
-        return coded_scores(QuantizedVectors(*(part[block] for part in call.queries)), call.weights[block], keys)
-    return tile_scores(call.queries[block], call.weights[block], keys)
+    scores = CODECS[type(keys)].scores if type(keys) in CODECS else tile_scores
+    return scores(some_of(call.queries, block), call.weights[block], keys)
 
 
 def query_block(num_heads: int, num_keys: int) -> int:

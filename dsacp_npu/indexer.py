@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from dsacp_npu._index_calls import (
+    CODECS,
     IndexCall,
+    IndexKeys,
     best_entries,
     check_index_cache,
     check_queries,
@@ -21,6 +23,7 @@ from dsacp_npu._index_calls import (
     parts_of,
     query_block,
     tile_scores,
+    with_parts,
 )
 from dsacp_npu._tensors import (
     Float,
@@ -36,8 +39,9 @@ from dsacp_npu._tensors import (
 from dsacp_npu._tiles import KEY_TILE, in_blocks, whole_tiles
 from dsacp_npu.compressor import CompressorState, CompressorWeights, compress, written_state
 from dsacp_npu.extents import check_extents, check_offsets
+from dsacp_npu.fp8 import FP8Vectors
 from dsacp_npu.paging import block_table_rows, check_writes, slot_mapping, written
-from dsacp_npu.quant import QuantizedVectors, coded_vectors
+from dsacp_npu.quant import QuantizedVectors
 from dsacp_npu.rope import apply_rope
 from dsacp_ref.spec import INT32_MAX, check_int, check_record, contract_error
 
@@ -67,7 +71,7 @@ class IndexSelection(NamedTuple):
     """Mirror of `dsacp_ref.indexer.IndexSelection`."""
 
     topk_indices: Int32
-    index_cache: Float | QuantizedVectors
+    index_cache: Float | QuantizedVectors | FP8Vectors
     state: CompressorState
 
 
@@ -157,7 +161,7 @@ def checked_selection(scores: Float, num_visible: Int32, index_topk: int) -> int
 def lightning_indexer(
     index_q: Float,
     index_weights: Float,
-    index_cache: Float | QuantizedVectors,
+    index_cache: Float | QuantizedVectors | FP8Vectors,
     cmp_block_table: Int32,
     cu_seqlens_q: Int32,
     seqused_kv: Int32,
@@ -198,7 +202,7 @@ def select_qli(
     cos: Float,
     sin: Float,
     weights: IndexerWeights,
-    index_cache: Float | QuantizedVectors,
+    index_cache: Float | QuantizedVectors | FP8Vectors,
     cmp_block_table: Int32,
     state: CompressorState,
     cu_seqlens_q: Int32,
@@ -232,8 +236,7 @@ def select_qli(
         compress_x=compress_x,
         compress_cu_seqlens=compress_cu_seqlens,
     )
-    coded = isinstance(index_cache, QuantizedVectors)
-    cache = QuantizedVectors(*(part.clone() for part in index_cache)) if coded else index_cache.clone()
+    cache = with_parts(index_cache, [part.clone() for part in parts_of(index_cache)])
     return IndexSelection(written_and_chosen(step, cache), cache, step.state)
 
 
@@ -243,7 +246,7 @@ def select_qli_(
     cos: Float,
     sin: Float,
     weights: IndexerWeights,
-    index_cache: Float | QuantizedVectors,
+    index_cache: Float | QuantizedVectors | FP8Vectors,
     cmp_block_table: Int32,
     state: CompressorState,
     cu_seqlens_q: Int32,
@@ -287,7 +290,7 @@ def prepared_step(
     cos: Float,
     sin: Float,
     weights: IndexerWeights,
-    index_cache: Float | QuantizedVectors,
+    index_cache: Float | QuantizedVectors | FP8Vectors,
     cmp_block_table: Int32,
     state: CompressorState,
     cu_seqlens_q: Int32,
@@ -332,16 +335,16 @@ def prepared_step(
     return PreparedStep(keys, slots, after, call)
 
 
-def stored_keys(index_cache: Float | QuantizedVectors, keys: Float, slots: Int32) -> tuple[torch.Tensor, ...]:
+def stored_keys(index_cache: IndexKeys, keys: Float, slots: Int32) -> tuple[torch.Tensor, ...]:
     """The keys as the cache holds them, one tensor for each of its parts, found to fit."""
-    coded = isinstance(index_cache, QuantizedVectors)
-    rows = tuple(coded_vectors("index keys", keys)) if coded else (keys,)
+    codec = CODECS.get(type(index_cache))
+    rows = parts_of(codec.vectors("index keys", keys) if codec else keys)
     for part, values in zip(parts_of(index_cache), rows, strict=True):
         check_writes(part, values, slots)
     return rows
 
 
-def written_and_chosen(step: PreparedStep, index_cache: Float | QuantizedVectors) -> Int32:
+def written_and_chosen(step: PreparedStep, index_cache: IndexKeys) -> Int32:
     """The keys written into the cache, and what the queries choose from it."""
     for part, rows in zip(parts_of(index_cache), step.keys, strict=True):
         written(part, rows, step.slots)

@@ -8,20 +8,22 @@ ascending; NaN counts as -inf; places left over hold -1::
                            chosen  2 0 3
 
 Queries and keys pass through a Hadamard rotation. It changes no exact score; it is there for the quantiser. A cache of
-keys in int8 is chosen from as the operator of A2 and A3 does, by `int8_index_scores`.
+keys in int8 is chosen from as the operator of A2 and A3 does, by `int8_index_scores`; one of keys in FP8 by
+`fp8_index_scores`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dsacp_ref.compressor import CompressorState, CompressorWeights, compress
 from dsacp_ref.extents import FLOATS, Float, check_extents, check_offsets, query_positions
+from dsacp_ref.fp8 import FP8Vectors, fp8_index_scores, fp8_vectors
 from dsacp_ref.paging import block_table_rows, gathered_rows, scattered_rows, slot_mapping
 from dsacp_ref.partition import Int32
 from dsacp_ref.quant import QuantizedVectors, coded_vectors, int8_index_scores
@@ -44,6 +46,9 @@ __all__ = [
 QUERY_BLOCK = 32  # queries scored at a time
 KEY_BLOCK = 1024  # keys scored at a time: all heads of one block of both fit the cache
 KEY_TILE = 64  # a multiple of what any BLAS kernel takes at once, as QUERY_BLOCK times the heads is
+
+IndexKeys = Float | QuantizedVectors | FP8Vectors
+Keys = TypeVar("Keys", bound=IndexKeys)
 
 
 class IndexerWeights(NamedTuple):
@@ -68,7 +73,7 @@ class IndexSelection(NamedTuple):
 
     Fields:
         topk_indices: int32[num_queries, index_topk].
-        index_cache: float[num_blocks, block_size, index_head_dim], or QuantizedVectors of that shape.
+        index_cache: float[num_blocks, block_size, index_head_dim], or QuantizedVectors or FP8Vectors of that shape.
         state: CompressorState of the indexer's own compressor.
 
     >>> IndexSelection._fields
@@ -76,7 +81,7 @@ class IndexSelection(NamedTuple):
     """
 
     topk_indices: Int32
-    index_cache: Float | QuantizedVectors
+    index_cache: Float | QuantizedVectors | FP8Vectors
     state: CompressorState
 
 
@@ -298,7 +303,7 @@ def smallest_columns(cost: Float, visible: NDArray[np.bool_], width: int) -> Int
 def lightning_indexer(
     index_q: Float,
     index_weights: Float,
-    index_cache: Float | QuantizedVectors,
+    index_cache: Float | QuantizedVectors | FP8Vectors,
     cmp_block_table: Int32,
     cu_seqlens_q: Int32,
     seqused_kv: Int32,
@@ -309,13 +314,15 @@ def lightning_indexer(
     """The entries that each local query attends to, keys read from a paged cache: the operator's granularity.
 
     From a cache in int8 the choice is the int8 operator's: queries that see an entry are coded by `quantized_int8`,
-    their weights cast to float16 by way of float32, and the scores are those of `int8_index_scores`.
+    their weights cast to float16 by way of float32, and the scores are those of `int8_index_scores`. From one in FP8,
+    queries are coded by `quantized_fp8`, weights cast to float32, and the scores are those of `fp8_index_scores`.
 
     Args:
         index_q: float32 or float64 [num_queries, index_n_heads, index_head_dim].
         index_weights: dtype of ``index_q`` [num_queries, index_n_heads], signed.
         index_cache: dtype of ``index_q`` [num_blocks, block_size, index_head_dim], a row an entry; or QuantizedVectors
-            of values int8[num_blocks, block_size, index_head_dim] and scales float16[num_blocks, block_size].
+            of values int8[num_blocks, block_size, index_head_dim] and scales float16[num_blocks, block_size]; or
+            FP8Vectors of values float8_e4m3fn and scales float32 of these shapes.
         cmp_block_table: int32[rows, max_blocks], by entry, one row an operator row.
         cu_seqlens_q: int32[rows + 1], tokens, local query offsets, first 0.
         seqused_kv: int32[rows], raw tokens (not entries), key extent of each row.
@@ -328,9 +335,10 @@ def lightning_indexer(
 
     Raises:
         ContractError: a shape, dtype or value does not hold, the table does not reach a visible entry, or a query that
-            sees one does not fit int8's scale or its weights float16.
+            sees one does not fit the code's scale, or its weights the dtype they are cast to.
 
-    Source: operator npu_vllm_quant_lightning_indexer, sparse_mode 3; with float keys, without its int8.
+    Source: operator npu_vllm_quant_lightning_indexer, sparse_mode 3; with float keys, without its int8. In FP8, the
+        operators of Ascend 950.
 
     >>> cache = np.array([[[1.0], [3.0]], [[2.0], [9.0]]])  # blocks of 2 entries; the request has 3
     >>> table, loc, used = np.array([[0, 1]], np.int32), np.array([0, 2], np.int32), np.array([7], np.int32)
@@ -363,44 +371,67 @@ def lightning_indexer(
     return chosen
 
 
-def check_index_cache(index_cache: Float | QuantizedVectors, dtype: str, d: int, hint: str) -> int:
-    """The block size, once the cache holds keys of this width: floats of this dtype, or int8 and their scales."""
-    if isinstance(index_cache, QuantizedVectors):
-        values, scales = index_cache
-        check_array("index_cache.values", values, ("int8",), ("num_blocks", "block_size", d), "as wide as the queries")
-        check_array("index_cache.scales", scales, ("float16",), values.shape[:2], "one scale a vector")
-        return int(values.shape[1])
-    check_array("index_cache", index_cache, (dtype,), ("num_blocks", "block_size", d), hint)
-    return int(index_cache.shape[1])
+class Codec(NamedTuple):
+    """How index keys of one coded kind are made, what they are made of, and how queries are scored against them."""
+
+    name: str
+    values: str  # dtypes
+    scales: str  # and that of the head weights
+    vectors: Callable[[str, Float], Any]
+    scores: Callable[..., Float]
+
+
+CODECS: dict[type, Codec] = {
+    QuantizedVectors: Codec("int8", "int8", "float16", coded_vectors, int8_index_scores),
+    FP8Vectors: Codec("FP8", "float8_e4m3fn", "float32", fp8_vectors, fp8_index_scores),
+}
+
+
+def check_index_cache(index_cache: IndexKeys, dtype: str, d: int, hint: str) -> int:
+    """The block size, once the cache holds keys of this width: floats of this dtype, or codes and their scales."""
+    if not isinstance(index_cache, (QuantizedVectors, FP8Vectors)):
+        check_array("index_cache", index_cache, (dtype,), ("num_blocks", "block_size", d), hint)
+        return int(index_cache.shape[1])
+    codec, (values, scales) = CODECS[type(index_cache)], index_cache
+    shape = ("num_blocks", "block_size", d)
+    check_array("index_cache.values", values, (codec.values,), shape, "as wide as the queries")
+    check_array("index_cache.scales", scales, (codec.scales,), values.shape[:2], "one scale a vector")
+    return int(values.shape[1])
 
 
 def scorer(
-    index_q: Float, index_weights: Float, index_cache: Float | QuantizedVectors, seeing: NDArray[np.bool_]
+    index_q: Float,
+    index_weights: Float,
+    index_cache: IndexKeys,
+    seeing: NDArray[np.bool_],
 ) -> Callable[[slice, Int32], Float]:
     """What scores a block of queries against the keys at some slots, in the cache's own precision."""
-    if not isinstance(index_cache, QuantizedVectors):
+    if not isinstance(index_cache, (QuantizedVectors, FP8Vectors)):
         return lambda block, slots: index_scores(
             index_q[block], index_weights[block], gathered_rows(index_cache, slots)
         )
+    kind = type(index_cache)
+    codec = CODECS[kind]
     # What belongs to no query that chooses may be anything, and fits no code then.
-    values, scales = coded_vectors("index_q", np.where(seeing[:, None, None], index_q, 0))
-    weights = float16_weights(np.where(seeing[:, None], index_weights, 0))
+    coded = codec.vectors("index_q", np.where(seeing[:, None, None], index_q, 0))
+    weights = cast_weights(np.where(seeing[:, None], index_weights, 0), codec)
 
-    def int8_scores(block: slice, slots: Int32) -> Float:
-        keys = QuantizedVectors(gathered_rows(index_cache.values, slots), gathered_rows(index_cache.scales, slots))
-        return int8_index_scores(QuantizedVectors(values[block], scales[block]), weights[block], keys)
+    def coded_scores(block: slice, slots: Int32) -> Float:
+        keys = kind(*(gathered_rows(part, slots) for part in index_cache))
+        return codec.scores(kind(*(part[block] for part in coded)), weights[block], keys)
 
-    return int8_scores
+    return coded_scores
 
 
-def float16_weights(index_weights: Float) -> NDArray[np.float16]:
-    """The head weights as the int8 operator takes them."""
+def cast_weights(index_weights: Float, codec: Codec) -> Float:
+    """The head weights as the codec's operator takes them, by way of float32."""
     with np.errstate(over="ignore"):  # refused below
-        weights = index_weights.astype(np.float32).astype(np.float16)
+        weights: Float = index_weights.astype(np.float32).astype(codec.scales)
     infinite = np.isinf(weights)
     if infinite.any():
         got = float(index_weights[infinite][0])
-        raise contract_error("index_weights", "be of a size that float16 holds", got, "the int8 operator's dtype")
+        rule = f"be of a size that {codec.scales} holds"
+        raise contract_error("index_weights", rule, got, f"the {codec.name} operator's dtype")
     return weights
 
 
@@ -410,7 +441,7 @@ def select_qli(
     cos: Float,
     sin: Float,
     weights: IndexerWeights,
-    index_cache: Float | QuantizedVectors,
+    index_cache: Float | QuantizedVectors | FP8Vectors,
     cmp_block_table: Int32,
     state: CompressorState,
     cu_seqlens_q: Int32,
@@ -438,7 +469,7 @@ def select_qli(
         cos: float[num_queries, rope_head_dim / 2], the layer's table at the queries' positions.
         sin: like ``cos``.
         weights: IndexerWeights.
-        index_cache: dtype of ``x`` [num_blocks, block_size, index_head_dim], or QuantizedVectors as in
+        index_cache: dtype of ``x`` [num_blocks, block_size, index_head_dim], or QuantizedVectors or FP8Vectors as in
             `lightning_indexer`; not changed.
         cmp_block_table: int32[num_reqs, max_blocks], by entry, one row a request.
         state: CompressorState of the indexer's compressor, before this step, one ring a request.
@@ -493,11 +524,25 @@ def select_qli(
     return IndexSelection(topk_indices, cache, step.state)
 
 
-def cached_entries(index_cache: Float | QuantizedVectors, keys: Float, slots: Int32) -> Float | QuantizedVectors:
+def cached_entries(index_cache: Keys, keys: Float, slots: Int32) -> Keys:
     """The cache with these keys written, coded where it holds codes."""
-    if not isinstance(index_cache, QuantizedVectors):
-        return scattered_rows(index_cache, keys, slots)
-    coded = coded_vectors("index keys", keys)
-    return QuantizedVectors(
-        scattered_rows(index_cache.values, coded.values, slots), scattered_rows(index_cache.scales, coded.scales, slots)
-    )
+    rows = coded_keys(keys, index_cache)
+    written = [scattered_rows(*part, slots) for part in zip(parts_of(index_cache), rows, strict=True)]
+    return with_parts(index_cache, written)
+
+
+def coded_keys(keys: Float, like: IndexKeys) -> tuple[NDArray[Any], ...]:
+    """The keys as such a cache holds them, one array for each of its parts."""
+    codec = CODECS.get(type(like))
+    return tuple(codec.vectors("index keys", keys)) if codec else (keys,)
+
+
+def parts_of(index_cache: IndexKeys) -> tuple[NDArray[Any], ...]:
+    """The arrays of a cache of index keys."""
+    return tuple(index_cache) if isinstance(index_cache, (QuantizedVectors, FP8Vectors)) else (index_cache,)
+
+
+def with_parts(like: Keys, parts: Sequence[NDArray[Any]]) -> Keys:
+    """What `parts_of` would take apart into these parts."""
+    made: Any = type(like)(*parts) if isinstance(like, (QuantizedVectors, FP8Vectors)) else parts[0]
+    return made  # type: ignore[no-any-return]

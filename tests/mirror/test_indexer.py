@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dsacp_npu.indexer as npu
 from dsacp_npu import _index_calls, compressor
+from dsacp_npu.quant import coded_vectors
 from dsacp_ref import indexer as ref
 from dsacp_ref.quant import QuantizedVectors, int8_index_scores, quantized_int8
 from dsacp_ref.rope import rope_table
@@ -342,7 +343,7 @@ def test_a_step_is_made_of_its_parts(stream, dtype, int8, on_a_device) -> None:
     assert_same(got.state, step.state)
     entries, requests, indices, _ = step.compressed
     keys, block_size = npu.hadamard(entries), table.shape[1] and tensors_of((cache,))[0].shape[1]
-    stored = tensors_of((npu.coded_vectors("keys", keys),)) if int8 else [keys]
+    stored = tensors_of((coded_vectors("keys", keys),)) if int8 else [keys]
     for part, before, values in zip(tensors_of((got.index_cache,)), tensors_of((cache,)), stored, strict=True):
         want = before.clone()
         for value, request, index in zip(values, requests.tolist(), indices.tolist(), strict=True):
