@@ -400,7 +400,12 @@ _CHOICES = {
     "key_mode": ("replicate", "gather_hidden", "gather_kv", "gather_compressed"),
     "output_mode": ("all_to_all", "gather_weight", "replicated_weight"),
     "mixed": ("cp", "off"),
+    "profile": ("none", "in_seq_split"),
 }
+# What SGLang's first prefill mode set at start, whatever had been asked for, in an engine's words. It also chose DeepEP
+# for the experts: that names a library, not a limit, so it is left to the engine.
+_IN_SEQ_SPLIT_SETTINGS = {"max_running_requests": 1, "kv_cache_dtype": "bfloat16", "moe_dense_tp_size": 1}
+_DTYPE_ALIASES = {"bf16": "bfloat16"}
 _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
@@ -418,10 +423,13 @@ class ParallelConfig:
             global.
         dsa_cp_output_mode: ``all_to_all``, ``gather_weight`` or ``replicated_weight``, how o_proj meets its rows.
         dsa_cp_mixed: ``cp`` or ``off``, what a batch with both prefill and decode does.
+        dsa_cp_profile: ``none``, or ``in_seq_split`` for the limits that the first zigzag mode had (`forced_settings`):
+            one running request, a bfloat16 cache, dense feed-forward layers unsplit. Nothing here needs them.
 
     Raises:
         ContractError: a wrong type or an unknown word.
-        UnsupportedError: rows and key_mode that exclude each other (`check_combination`).
+        UnsupportedError: rows and key_mode that exclude each other (`check_combination`); the profile of zigzag with
+            another split.
 
     Source: xLLM ``parallel_config``; SGLang's prefill CP modes.
 
@@ -438,6 +446,7 @@ class ParallelConfig:
     dsa_cp_key_mode: str = "replicate"
     dsa_cp_output_mode: str = "all_to_all"
     dsa_cp_mixed: str = "cp"
+    dsa_cp_profile: str = "none"
 
     def __post_init__(self) -> None:
         check_bool("enable_dsa_cp", self.enable_dsa_cp)
@@ -451,6 +460,66 @@ class ParallelConfig:
             raise ContractError(f"prefill_cp_mode: {error}") from None
         object.__setattr__(self, "prefill_cp_mode", split)
         _check_rows_and_keys(self.dsa_cp_rows, self.dsa_cp_key_mode)
+        if self.dsa_cp_profile == "in_seq_split" and split != "zigzag":
+            rule = "prefill_cp_mode must be 'zigzag' when dsa_cp_profile is 'in_seq_split'"
+            raise UnsupportedError(f"{rule}, got {split!r}; no other split had its limits: use dsa_cp_profile='none'")
+
+    @property
+    def asks_for_cp(self) -> bool:
+        """Whether these options ask for context parallelism at all, by the switch or by a size of its own.
+
+        Returns:
+            bool. With the switch on and one rank in the TP group it is true, and nothing is split.
+
+        >>> ParallelConfig().asks_for_cp, ParallelConfig(cp_size=2).asks_for_cp
+        (False, True)
+        """
+        return self.enable_dsa_cp or self.cp_size > 1
+
+    def forced_settings(self) -> dict[str, Any]:
+        """What the profile fixes in an engine's configuration; a caller lays it over its own.
+
+        Returns:
+            dict: ``max_running_requests`` 1, ``kv_cache_dtype`` bfloat16 and ``moe_dense_tp_size`` 1 (every rank has
+            the whole weights of dense feed-forward layers) with profile ``in_seq_split``. Empty without a profile, and
+            where nobody asks for context parallelism.
+
+        Source: SGLang ``server_args``, prefill context parallelism in mode ``in-seq-split``.
+
+        >>> options = ParallelConfig(enable_dsa_cp=True, prefill_cp_mode="in-seq-split", dsa_cp_profile="in_seq_split")
+        >>> {"kv_cache_dtype": "auto", "port": 80} | options.forced_settings()
+        {'kv_cache_dtype': 'bfloat16', 'port': 80, 'max_running_requests': 1, 'moe_dense_tp_size': 1}
+        >>> ParallelConfig(enable_dsa_cp=True, prefill_cp_mode="in-seq-split").forced_settings()
+        {}
+        """
+        return dict(_IN_SEQ_SPLIT_SETTINGS) if self.dsa_cp_profile != "none" and self.asks_for_cp else {}
+
+    def check_settings(self, mapping: Mapping[str, Any]) -> None:
+        """Refuse an engine's configuration that asks for other than what the profile fixes.
+
+        Args:
+            mapping: the parsed JSON object; keys that `forced_settings` does not name are ignored, and a key that is
+                absent or None asks for nothing.
+
+        Raises:
+            ContractError: not a mapping.
+            UnsupportedError: another value; the text has the key, both values and the way out.
+
+        >>> options = ParallelConfig(enable_dsa_cp=True, prefill_cp_mode="in-seq-split", dsa_cp_profile="in_seq_split")
+        >>> options.check_settings({"kv_cache_dtype": "bfloat16", "port": 80})
+        >>> options.check_settings({"max_running_requests": 32})
+        Traceback (most recent call last):
+        dsacp_ref.spec.UnsupportedError: max_running_requests must be 1 when dsa_cp_profile is 'in_seq_split', got 32; \
+prefill_cp_mode='round_robin' with dsa_cp_profile='none' has no such limits
+        """
+        mapping = _mapping("config", mapping)
+        for key, value in self.forced_settings().items():
+            got = mapping.get(key)
+            same = got == value or (isinstance(got, str) and _DTYPE_ALIASES.get(got) == value)
+            if got is not None and (isinstance(got, bool) or not same):  # True equals 1, and is no count
+                rule = f"{key} must be {value!r} when dsa_cp_profile is {self.dsa_cp_profile!r}"
+                fix = "prefill_cp_mode='round_robin' with dsa_cp_profile='none' has no such limits"
+                raise UnsupportedError(f"{rule}, got {got!r}; {fix}")
 
     @classmethod
     def from_json(cls, mapping: Mapping[str, Any]) -> ParallelConfig:

@@ -460,15 +460,18 @@ rows_and_keys = st.sampled_from(
 @st.composite
 def parallel_configs(draw: st.DrawFn) -> ParallelConfig:
     rows, key_mode = draw(rows_and_keys)
+    profile = draw(st.sampled_from(["none", "none", "in_seq_split"]))
+    splits = st.one_of(split_texts, st.sampled_from(["in-seq-split", "round-robin-split"]))
     return ParallelConfig(
         enable_dsa_cp=draw(st.booleans()),
         dsa_cp_kv_interleave_size=draw(st.integers(1, 512)),
-        prefill_cp_mode=draw(st.one_of(split_texts, st.sampled_from(["in-seq-split", "round-robin-split"]))),
+        prefill_cp_mode=draw(splits if profile == "none" else st.sampled_from(["zigzag", "in-seq-split"])),
         cp_size=draw(st.integers(1, 64)),
         dsa_cp_rows=rows,
         dsa_cp_key_mode=key_mode,
         dsa_cp_output_mode=draw(st.sampled_from(OUTPUT_MODES)),
         dsa_cp_mixed=draw(st.sampled_from(["cp", "off"])),
+        dsa_cp_profile=profile,
     )
 
 
@@ -486,6 +489,7 @@ def test_default_is_the_proposal() -> None:
         "dsa_cp_key_mode": "replicate",
         "dsa_cp_output_mode": "all_to_all",
         "dsa_cp_mixed": "cp",
+        "dsa_cp_profile": "none",
     }
     assert ParallelConfig.from_json({}) == ParallelConfig.from_flags([])[0] == ParallelConfig()
 
@@ -529,6 +533,11 @@ def test_options_come_back_through_flags(config: ParallelConfig, foreign: list[s
         (["--enable_dsa_cp", "--enable_dsa_cp=0"], {}, []),
         (["--prefill_cp_mode=round-robin-split"], {"prefill_cp_mode": "round_robin"}, []),
         (["--prefill-cp-mode", "round_robin_page(64)"], {"prefill_cp_mode": "round_robin_page(64)"}, []),
+        (
+            ["--dsa-cp-profile=in_seq_split", "--prefill_cp_mode", "in-seq-split"],
+            {"prefill_cp_mode": "zigzag", "dsa_cp_profile": "in_seq_split"},
+            [],
+        ),
         (["--cp_size=4", "--cp-size", "2"], {"cp_size": 2}, []),
         (["--model", "x", "--cp_size=2", "--", "--cp_size=9"], {"cp_size": 2}, ["--model", "x", "--", "--cp_size=9"]),
     ],
@@ -584,11 +593,141 @@ def test_flags_must_be_words(flags: Any) -> None:
         ("dsa_cp_key_mode", None, "dsa_cp_key_mode must be one of 'replicate', 'gather_hidden'"),
         ("dsa_cp_output_mode", "a2a", "dsa_cp_output_mode must be one of 'all_to_all'"),
         ("dsa_cp_mixed", True, "dsa_cp_mixed must be one of 'cp', 'off', got True"),
+        ("dsa_cp_profile", "in-seq-split", "dsa_cp_profile must be one of 'none', 'in_seq_split', got 'in-seq-split'"),
+        ("dsa_cp_profile", None, "dsa_cp_profile must be one of 'none', 'in_seq_split', got None"),
     ],
 )
 def test_bad_options(key: str, value: Any, text: str) -> None:
     with refused(ContractError, text):
         ParallelConfig.from_json({key: value})
+
+
+# --- the profile of the first zigzag mode ---------------------------------------------------------------------------
+
+IN_SEQ_SPLIT = ParallelConfig(enable_dsa_cp=True, prefill_cp_mode="in-seq-split", dsa_cp_profile="in_seq_split")
+FORCED = {"max_running_requests": 1, "kv_cache_dtype": "bfloat16", "moe_dense_tp_size": 1}
+
+
+@pytest.mark.parametrize(("word", "name"), [("in-seq-split", "zigzag"), ("round-robin-split", "round_robin")])
+def test_modes_as_sglang_writes_them(word: str, name: str) -> None:
+    """Its two words, by constructor, file and command line, are stored under our names, and written so."""
+    for config in (
+        ParallelConfig(prefill_cp_mode=word),
+        ParallelConfig.from_json({"prefill_cp_mode": word}),
+        ParallelConfig.from_flags(["--prefill-cp-mode", word])[0],
+    ):
+        assert config == ParallelConfig(prefill_cp_mode=name)
+        assert config.to_json()["prefill_cp_mode"] == name
+        assert f"--prefill_cp_mode={name}" in config.to_flags()
+
+
+def test_in_seq_split_forces_one_request_a_bfloat16_cache_and_whole_dense_layers() -> None:
+    assert IN_SEQ_SPLIT.forced_settings() == FORCED
+    assert replace(IN_SEQ_SPLIT, enable_dsa_cp=False, cp_size=4).forced_settings() == FORCED
+
+
+@pytest.mark.parametrize("mode", ["in-seq-split", "round-robin-split", "contiguous", "round_robin_page(16)"])
+def test_without_the_profile_nothing_is_forced(mode: str) -> None:
+    """round-robin-split lifted the limits; here zigzag itself has none either."""
+    config = ParallelConfig(enable_dsa_cp=True, prefill_cp_mode=mode)
+    assert config.forced_settings() == {}
+    config.check_settings({"max_running_requests": 32, "kv_cache_dtype": "fp8_e4m3", "moe_dense_tp_size": 8})
+
+
+def test_without_context_parallelism_nothing_is_forced() -> None:
+    off = replace(IN_SEQ_SPLIT, enable_dsa_cp=False)
+    assert off.forced_settings() == {}
+    off.check_settings({"max_running_requests": 32, "kv_cache_dtype": "fp8_e4m3", "moe_dense_tp_size": 8})
+
+
+@pytest.mark.parametrize("backend", ["deepep", "none", None])
+def test_the_backend_of_experts_is_left_to_the_engine(backend: str | None) -> None:
+    """DeepEP was forced too; it is the one setting of the list that this profile does not have."""
+    IN_SEQ_SPLIT.check_settings({"moe_a2a_backend": backend})
+    assert not [key for key in IN_SEQ_SPLIT.forced_settings() if "backend" in key]
+
+
+@pytest.mark.parametrize(
+    ("key", "got"),
+    [
+        ("max_running_requests", 2),
+        ("max_running_requests", 32),
+        ("max_running_requests", 0),
+        ("max_running_requests", True),
+        ("max_running_requests", "1"),
+        ("kv_cache_dtype", "fp8_e4m3"),
+        ("kv_cache_dtype", "auto"),
+        ("kv_cache_dtype", 1),
+        ("moe_dense_tp_size", 8),
+        ("moe_dense_tp_size", False),
+    ],
+)
+def test_a_setting_that_contradicts_the_profile(key: str, got: object) -> None:
+    text = (
+        f"{key} must be {FORCED[key]!r} when dsa_cp_profile is 'in_seq_split', got {got!r}; "
+        "prefill_cp_mode='round_robin' with dsa_cp_profile='none' has no such limits"
+    )
+    for settings_ in ({key: got}, {**FORCED, "port": 80, key: got}):
+        with pytest.raises(UnsupportedError, match=f"^{re.escape(text)}$"):
+            IN_SEQ_SPLIT.check_settings(settings_)
+    way_out = ParallelConfig(enable_dsa_cp=True, prefill_cp_mode="round_robin", dsa_cp_profile="none")
+    way_out.check_settings({key: got})
+
+
+@pytest.mark.parametrize(
+    "legal",
+    [
+        {},
+        FORCED,
+        {"port": 80, "chunked_prefill_size": 8192},
+        {"kv_cache_dtype": "bf16"},
+        {"max_running_requests": None, "moe_dense_tp_size": None, "kv_cache_dtype": None},
+    ],
+)
+def test_settings_that_the_profile_can_live_with(legal: dict[str, Any]) -> None:
+    before = dict(legal)
+    IN_SEQ_SPLIT.check_settings(legal)
+    assert legal == before
+    IN_SEQ_SPLIT.check_settings({**legal, **IN_SEQ_SPLIT.forced_settings()})
+
+
+@given(parallel_configs(), st.dictionaries(st.sampled_from([*FORCED, "port"]), st.integers(0, 40)))
+def test_forced_settings_laid_over_any_others_pass(config: ParallelConfig, others: dict[str, Any]) -> None:
+    forced = config.forced_settings()
+    assert forced == (FORCED if config.dsa_cp_profile == "in_seq_split" and config.asks_for_cp else {})
+    config.check_settings({**others, **forced})
+    forced["max_running_requests"] = 7
+    assert config.forced_settings() != forced, "every call gives a dict of its own"
+
+
+def test_settings_must_be_a_mapping() -> None:
+    for config in (IN_SEQ_SPLIT, ParallelConfig()):
+        with refused(ContractError, "config must be a mapping (a JSON object), got list"):
+            config.check_settings(["--max-running-requests=1"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", [*SPLITS[:-1], "round_robin_page(16)", "round-robin-split", "in-seq-split"])
+def test_the_profile_is_refused_with_any_other_split(mode: str) -> None:
+    own = {"prefill_cp_mode": mode, "dsa_cp_profile": "in_seq_split"}
+    name = str(split_rule(mode))
+    if name == "zigzag":
+        assert ParallelConfig(**own).dsa_cp_profile == "in_seq_split"
+        return
+    for make in (
+        lambda: ParallelConfig(**own),
+        lambda: ParallelConfig.from_json(own),
+        lambda: ParallelConfig.from_flags([f"--{key}={value}" for key, value in own.items()]),
+    ):
+        with refused(UnsupportedError, "prefill_cp_mode must be 'zigzag' when dsa_cp_profile is", f"got {name!r};"):
+            make()
+
+
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [({}, False), ({"enable_dsa_cp": True}, True), ({"cp_size": 2}, True), ({"cp_size": 1}, False)],
+)
+def test_who_asks_for_context_parallelism(options: dict[str, Any], asked: bool) -> None:
+    assert ParallelConfig(**options).asks_for_cp is asked
 
 
 # --- what goes together ----------------------------------------------------------------------------------------------
