@@ -304,8 +304,20 @@ def check_table(name: str, block_table: Int32, seqused_kv: Int32) -> None:
     check_tensor(name, block_table, ("int32",), (len(seqused_kv), "max_blocks"), "one row an operator row")
 
 
-def check_topk(topk_indices: Int32, num_visible: Int32) -> None:
-    """Refuse an entry that its query may not see, or that would count twice."""
+class Picks(NamedTuple):
+    """What a selection is of, for error texts."""
+
+    one: str
+    many: str
+    hint: str
+
+
+ENTRIES = Picks("entry", "entries", "entries count within the request, and only complete ones are visible")
+TOKENS = Picks("token", "tokens", "tokens count within the request, and none after the query is visible")
+
+
+def check_topk(topk_indices: Int32, num_visible: Int32, picks: Picks = ENTRIES) -> None:
+    """Refuse a pick that its query may not see, or that would count twice."""
     check_tensor("topk_indices", topk_indices, ("int32",), (len(num_visible), "index_topk"), "one list a query")
     if not values_known(topk_indices, num_visible):
         return
@@ -314,9 +326,9 @@ def check_topk(topk_indices: Int32, num_visible: Int32) -> None:
         query = first_true(wrong.any(dim=1))
         raise contract_error(
             "topk_indices",
-            f"be -1 or below the {int(num_visible[query])} entries that query {query} sees",
+            f"be -1 or below the {int(num_visible[query])} {picks.many} that query {query} sees",
             int(topk_indices[query][wrong[query]][0]),
-            "entries count within the request, and only complete ones are visible",
+            picks.hint,
         )
     ordered = topk_indices.sort(dim=1).values
     twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
@@ -325,7 +337,7 @@ def check_topk(topk_indices: Int32, num_visible: Int32) -> None:
         raise contract_error(
             "topk_indices",
             "be distinct in a row",
-            f"entry {int(ordered[query, 1:][twice[query]][0])} twice",
+            f"{picks.one} {int(ordered[query, 1:][twice[query]][0])} twice",
             f"query {query}",
         )
 

@@ -113,7 +113,10 @@ def experts_over_ranks(
     if experts == "whole":
         return [expert_output(x, weights) for x in own]
     summands = [expert_output(rows, expert_share(weights, rank, len(own))) for rank, rows in enumerate(all_gather(own))]
-    return reduce_scatter(summands, [len(x) for x in own])
+    if experts == "split":
+        return reduce_scatter(summands, [len(x) for x in own])
+    totals = all_reduce(summands)
+    return [total.split([len(x) for x in own])[rank] for rank, total in enumerate(totals)]
 
 
 def experts_of_full_rows(inputs: Sequence[Float], weights: ExpertWeights, experts: str) -> list[Float]:
@@ -377,7 +380,7 @@ def check_experts(name: str, weights: ExpertWeights) -> None:
 
 def check_expert_mode(experts: str, weights: ExpertWeights, cp_size: int) -> None:
     """Refuse an unknown word, and a sharing that does not come out even."""
-    if check_choice("experts", experts, ("whole", "split")) == "split":
+    if check_choice("experts", experts, ("whole", "split", "sliced")) != "whole":
         share_size(weights, cp_size)
 
 
@@ -386,7 +389,7 @@ def share_size(weights: ExpertWeights, cp_size: int) -> int:
     inter = len(weights.w1)
     if inter % cp_size:
         raise UnsupportedError(
-            f"cp_size must divide the {inter} rows of w1 when experts is 'split', got {cp_size}; use experts='whole'"
+            f"cp_size must divide the {inter} rows of w1 unless experts is 'whole', got {cp_size}; use experts='whole'"
         )
     return inter // cp_size
 

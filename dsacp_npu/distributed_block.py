@@ -47,17 +47,18 @@ def experts_over_ranks(
 
     Args:
         shard: float [local rows, hidden], laid out by ``partition``; pad rows hold anything.
-        weights: ExpertWeights, whole; with ``"split"`` this rank's share is used.
+        weights: ExpertWeights, whole; unless experts are ``"whole"``, this rank's share is used.
         ranks: the group.
         partition: Partition over the same ranks.
-        experts: ``"whole"`` (nothing travels) or ``"split"`` (all-gather before, reduce-scatter after).
+        experts: ``"whole"`` (nothing travels), ``"split"`` (all-gather before, reduce-scatter after) or ``"sliced"``
+            (all-gather before, all-reduce after, of which the rank takes its rows).
 
     Returns:
         array [local rows, hidden], pad rows zero.
 
     Raises:
         ContractError: a shape, dtype or value does not hold.
-        UnsupportedError: ranks that do not divide the rows of w1, with ``"split"``.
+        UnsupportedError: ranks that do not divide the rows of w1, unless experts are ``"whole"``.
     """
     distributed.check_layout(shard, ranks, partition)
     check_experts("weights", weights)
@@ -69,7 +70,10 @@ def experts_over_ranks(
         return expert_output(own, weights)
     counts = [len(tokens) for tokens in partition.token_indices]
     share = expert_share(weights, ranks.cp_rank, ranks.cp_size)
-    return distributed.reduce_scatter(expert_output(distributed.all_gather(own, ranks, counts), share), ranks, counts)
+    summand = expert_output(distributed.all_gather(own, ranks, counts), share)
+    if experts == "split":
+        return distributed.reduce_scatter(summand, ranks, counts)
+    return distributed.all_reduce(summand, ranks).split(counts)[ranks.cp_rank]
 
 
 def block_over_ranks(

@@ -16,6 +16,7 @@ __all__ = [
     "SPLITS",
     "Partition",
     "Pieces",
+    "RoundRobinLengths",
     "converted_rows",
     "interleave_lengths",
     "interleave_local_indices",
@@ -26,6 +27,7 @@ __all__ = [
     "partition_tokens",
     "rank_pieces",
     "restored_rows",
+    "round_robin_lengths",
 ]
 
 MAX_CP_SIZE = 1 << 20
@@ -46,6 +48,14 @@ class Partition(NamedTuple):
 
     token_indices: tuple[Int32, ...]
     restore_indices: Int32
+
+
+class RoundRobinLengths(NamedTuple):
+    """Mirror of `dsacp_ref.partition.RoundRobinLengths`."""
+
+    request_indices: Int32
+    query_lens: Int32
+    carries: Int32
 
 
 def check_query_start_loc(query_start_loc: Int32) -> None:
@@ -367,6 +377,21 @@ def spread_rows(rows: torch.Tensor, token_indices: Int32) -> torch.Tensor:
     token_indices = token_indices.to(rows.device)
     pad = (token_indices < 0).reshape(-1, *[1] * (rows.ndim - 1))
     return rows[token_indices].masked_fill(pad, 0)
+
+
+def round_robin_lengths(query_start_loc: Int32, cp_size: int, cp_rank: int) -> RoundRobinLengths:
+    """Mirror of `dsacp_ref.partition.round_robin_lengths`.
+
+    Limits: how many requests are present depends on values, so CPU tensors only and not while compiling.
+    """
+    check_query_start_loc(query_start_loc)
+    cp_size, cp_rank = checked_ranks(cp_size, cp_rank)
+    check_host("query_start_loc", query_start_loc)
+    # Tokens cp_rank, cp_rank + cp_size, ... lie before an offset: so many, counted in 64 bits.
+    held = (query_start_loc.long() + (cp_size - 1 - cp_rank)) // cp_size
+    query_lens = (held[1:] - held[:-1]).int()
+    present = query_lens.nonzero()[:, 0].int()
+    return RoundRobinLengths(present, query_lens[present], (query_start_loc[1:] - held[1:] * cp_size).int())
 
 
 def interleave_owners(positions: Int32, cp_size: int, interleave_size: int) -> Int32:

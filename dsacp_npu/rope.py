@@ -14,7 +14,15 @@ from dsacp_npu._tensors import Float, Int32, check_floats, check_tensor, computi
 from dsacp_npu._tiles import in_blocks
 from dsacp_ref.spec import check_int, check_number, contract_error
 
-__all__ = ["RopeTable", "apply_inverse_rope", "apply_rope", "rope_frequencies", "rope_table", "yarn_frequencies"]
+__all__ = [
+    "RopeTable",
+    "apply_half_rope",
+    "apply_inverse_rope",
+    "apply_rope",
+    "rope_frequencies",
+    "rope_table",
+    "yarn_frequencies",
+]
 
 
 class RopeTable(NamedTuple):
@@ -100,6 +108,14 @@ def apply_inverse_rope(x: Float, cos: Float, sin: Float) -> Float:
     return turned(x, cos, -sin)
 
 
+def apply_half_rope(x: Float, cos: Float, sin: Float) -> Float:
+    """Mirror of `dsacp_ref.rope.apply_half_rope`."""
+    check_turn(x, cos, sin)
+    if cos.shape[1] == 0:
+        return x.clone()
+    return in_blocks(with_turned_halves, x, cos, sin)
+
+
 def turned(x: Float, cos: Float, sin: Float) -> Float:
     """A copy of x whose last pairs are rotated."""
     check_turn(x, cos, sin)
@@ -123,10 +139,24 @@ def check_turn(x: Float, cos: Float, sin: Float) -> None:
 
 def with_turned_pairs(x: Float, cos: Float, sin: Float) -> Float:
     """The rows, their last pairs rotated."""
-    width, dtype = 2 * cos.shape[1], computing_dtype(x.dtype)
-    rows = (x.shape[0],) + (1,) * (x.ndim - 2) + (cos.shape[1],)
-    c, s = cos.reshape(rows).to(dtype), sin.reshape(rows).to(dtype)
-    plain, pairs = x[..., :-width], x[..., -width:].to(dtype)
+    width = 2 * cos.shape[1]
+    c, s = along(x, cos), along(x, sin)
+    plain, pairs = x[..., :-width], x[..., -width:].to(c.dtype)
     even, odd = pairs[..., 0::2], pairs[..., 1::2]
     turned_pairs = torch.stack([even * c - odd * s, odd * c + even * s], dim=-1).flatten(-2)
     return torch.cat([plain, turned_pairs.to(x.dtype)], dim=-1)
+
+
+def with_turned_halves(x: Float, cos: Float, sin: Float) -> Float:
+    """The rows, their first channels rotated, each with the one half of them further on."""
+    columns = cos.shape[1]
+    c, s = along(x, cos), along(x, sin)
+    first, second = x[..., :columns].to(c.dtype), x[..., columns : 2 * columns].to(c.dtype)
+    turned_halves = torch.cat([first * c - second * s, second * c + first * s], dim=-1)
+    return torch.cat([turned_halves.to(x.dtype), x[..., 2 * columns :]], dim=-1)
+
+
+def along(x: Float, table: Float) -> Float:
+    """The table laid along the axes of x, in the dtype to compute in."""
+    rows = (x.shape[0],) + (1,) * (x.ndim - 2) + (table.shape[1],)
+    return table.reshape(rows).to(computing_dtype(x.dtype))

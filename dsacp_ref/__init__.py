@@ -2,7 +2,7 @@
 
 Every public name of the arithmetic modules is here too: ``dsacp_ref.local_extents`` is
 ``dsacp_ref.extents.local_extents``. A module is imported when one of its names is first asked for, so that its torch
-twin, which shares only `spec` and `config`, pays for nothing else.
+twin, which shares only `spec`, `config`, `mla_config` and `prefill`, pays for nothing else.
 """
 
 from importlib import import_module
@@ -15,10 +15,16 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for those who only read
     from dsacp_ref.config import *  # noqa: F403
     from dsacp_ref.exchange import *  # noqa: F403
     from dsacp_ref.extents import *  # noqa: F403
+    from dsacp_ref.fp8 import *  # noqa: F403
     from dsacp_ref.indexer import *  # noqa: F403
     from dsacp_ref.layer import *  # noqa: F403
+    from dsacp_ref.mla import *  # noqa: F403
+    from dsacp_ref.mla_config import *  # noqa: F403
+    from dsacp_ref.mla_layer import *  # noqa: F403
+    from dsacp_ref.mla_stack import *  # noqa: F403
     from dsacp_ref.paging import *  # noqa: F403
     from dsacp_ref.partition import *  # noqa: F403
+    from dsacp_ref.prefill import *  # noqa: F403
     from dsacp_ref.quant import *  # noqa: F403
     from dsacp_ref.rope import *  # noqa: F403
     from dsacp_ref.spec import *  # noqa: F403
@@ -30,18 +36,24 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for those who only read
 _MODULES = (
     "spec",
     "config",
+    "mla_config",
+    "prefill",
     "partition",
     "extents",
     "visibility",
     "paging",
     "rope",
     "quant",
+    "fp8",
     "compressor",
     "indexer",
     "attention",
+    "mla",
     "exchange",
     "layer",
     "block",
+    "mla_layer",
+    "mla_stack",
 )
 
 

@@ -191,23 +191,24 @@ def experts_over_ranks(
         experts   each rank has    it works on    what travels
         whole     all weights      own rows       nothing
         split     its share        all rows       rows, before; summands, after, of which each rank keeps its rows
+        sliced    its share        all rows       rows, before; summands of all rows, after: the rank takes its rows
 
     Args:
         shards: float32 or float64 [local rows, hidden], one per rank, laid out by ``partition``; pad rows hold
             anything.
-        weights: ExpertWeights, whole; with ``"split"`` rank r uses the r-th share.
+        weights: ExpertWeights, whole; unless experts are ``"whole"``, rank r uses the r-th share.
         partition: Partition over the same ranks.
-        experts: ``"whole"`` or ``"split"``.
+        experts: ``"whole"``, ``"split"`` (which ends in a reduce-scatter) or ``"sliced"`` (in an all-reduce).
 
     Returns:
         one array [local rows, hidden] per rank, pad rows zero.
 
     Raises:
         ContractError: a shape, dtype or value does not hold.
-        UnsupportedError: ranks that do not divide the rows of w1, with ``"split"``.
+        UnsupportedError: ranks that do not divide the rows of w1, unless experts are ``"whole"``.
 
-    Source: SGLang communicator_nsa_cp and #24947 (gather, run, reduce-scatter); the case of xLLM #2097, where summands
-        of different rows were added.
+    Source: SGLang communicator_nsa_cp: reduce-scatter with in-seq-split, a slice with round-robin-split; #24947; the
+        case of xLLM #2097, where summands of different rows were added.
 
     >>> partition = partition_tokens(np.array([0, 3], np.int32), 2)
     >>> ones = ExpertWeights(np.ones((2, 1)), np.ones((2, 1)), np.ones((1, 2)))
@@ -224,7 +225,10 @@ def experts_over_ranks(
     if experts == "whole":
         return [expert_output(x, weights) for x in own]
     summands = [expert_output(rows, expert_share(weights, rank, len(own))) for rank, rows in enumerate(all_gather(own))]
-    return reduce_scatter(summands, [len(x) for x in own])
+    if experts == "split":
+        return reduce_scatter(summands, [len(x) for x in own])
+    starts = np.cumsum([0, *(len(x) for x in own)])
+    return [total[start : start + len(x)] for total, start, x in zip(all_reduce(summands), starts, own, strict=False)]
 
 
 def experts_of_full_rows(inputs: Sequence[Float], weights: ExpertWeights, experts: str) -> list[Float]:
@@ -322,8 +326,8 @@ def block_over_ranks(
         config: AttentionConfig.
         compress_ratio: int, 1 for a window-only layer.
         split, rows, key_mode, output_mode: str, as in `layer_over_ranks`.
-        experts: ``"whole"`` or ``"split"``, as in `experts_over_ranks`. With rows ``"full"`` nothing is gathered
-            before, and ``"split"`` ends in an all-reduce.
+        experts: ``"whole"``, ``"split"`` or ``"sliced"``, as in `experts_over_ranks`. With rows ``"full"`` nothing is
+            gathered before, and both of the last end in an all-reduce.
         num_input_tokens: int or None, rows of the padded stream (see `rank_pieces`).
         given_topk: int32[num_tokens, index_topk] by global token, a selection to use instead of the indexer's; or
             None.
@@ -474,7 +478,7 @@ def check_experts(name: str, weights: ExpertWeights) -> None:
 
 def check_expert_mode(experts: str, weights: ExpertWeights, cp_size: int) -> None:
     """Refuse an unknown word, and a sharing that does not come out even."""
-    if check_choice("experts", experts, ("whole", "split")) == "split":
+    if check_choice("experts", experts, ("whole", "split", "sliced")) != "whole":
         share_size(weights, cp_size)
 
 
@@ -483,7 +487,7 @@ def share_size(weights: ExpertWeights, cp_size: int) -> int:
     inter = len(weights.w1)
     if inter % cp_size:
         raise UnsupportedError(
-            f"cp_size must divide the {inter} rows of w1 when experts is 'split', got {cp_size}; use experts='whole'"
+            f"cp_size must divide the {inter} rows of w1 unless experts is 'whole', got {cp_size}; use experts='whole'"
         )
     return inter // cp_size
 

@@ -28,6 +28,7 @@ __all__ = [
     "SPLITS",
     "Partition",
     "Pieces",
+    "RoundRobinLengths",
     "converted_rows",
     "interleave_lengths",
     "interleave_local_indices",
@@ -38,6 +39,7 @@ __all__ = [
     "partition_tokens",
     "rank_pieces",
     "restored_rows",
+    "round_robin_lengths",
 ]
 
 Int32 = NDArray[np.int32]
@@ -78,6 +80,23 @@ class Partition(NamedTuple):
 
     token_indices: tuple[Int32, ...]
     restore_indices: Int32
+
+
+class RoundRobinLengths(NamedTuple):
+    """What one rank of a round robin holds of each request.
+
+    Fields:
+        request_indices: int32[count], the requests of which the rank has a token, ascending.
+        query_lens: int32[count], how many, each >= 1.
+        carries: int32[num_reqs], the running carry behind each request; it may be negative.
+
+    >>> RoundRobinLengths._fields
+    ('request_indices', 'query_lens', 'carries')
+    """
+
+    request_indices: Int32
+    query_lens: Int32
+    carries: Int32
 
 
 def check_query_start_loc(query_start_loc: Int32) -> None:
@@ -358,6 +377,45 @@ def partition_tokens(
         for cp_rank in range(cp_size)
     )
     return Partition(token_indices, inverse_of(np.concatenate(token_indices), int(query_start_loc[-1])))
+
+
+def round_robin_lengths(query_start_loc: Int32, cp_size: int, cp_rank: int) -> RoundRobinLengths:
+    """One rank's tokens of each request under `round_robin`, found request by request without listing tokens.
+
+    ::
+
+        lengths 5 2 3, cp_size 4    token   0 1 2 3 4 | 5 6 | 7 8 9      rank 1 holds  1 | 5 | 9
+                                    rank    0 1 2 3 0 | 1 2 | 3 0 1
+        behind request   0: 5 - 1 * 4 = 1      1: 1 + 2 - 1 * 4 = -1     2: -1 + 3 - 1 * 4 = -2
+
+    The carry is how many tokens the stream is ahead of ``cp_size`` times this rank's own: negative once the rank has
+    had its turn of a round that is not over.
+
+    Args:
+        query_start_loc: int32[num_reqs + 1], tokens, global query offsets, non-decreasing from 0.
+        cp_size: int, ranks that share the stream, >= 1.
+        cp_rank: int, this rank, in [0, cp_size).
+
+    Returns:
+        RoundRobinLengths: requests of which the rank has no token are left out, so request_indices picks page tables.
+
+    Raises:
+        ContractError: a shape, dtype or value above does not hold.
+
+    Source: SGLang #13959, nsa_cp_round_robin_split_q_seqs.
+
+    >>> lengths = round_robin_lengths(np.array([0, 5, 7, 10], np.int32), 4, 1)
+    >>> lengths.request_indices.tolist(), lengths.query_lens.tolist(), lengths.carries.tolist()
+    ([0, 1, 2], [1, 1, 1], [1, -1, -2])
+    """
+    check_query_start_loc(query_start_loc)
+    cp_size, cp_rank = checked_ranks(cp_size, cp_rank)
+    # Tokens cp_rank, cp_rank + cp_size, ... lie before an offset: so many, counted in 64 bits.
+    held = (query_start_loc.astype(np.int64) + (cp_size - 1 - cp_rank)) // cp_size
+    query_lens = (held[1:] - held[:-1]).astype(np.int32)
+    present = np.flatnonzero(query_lens > 0).astype(np.int32)
+    carries = (query_start_loc[1:] - held[1:] * cp_size).astype(np.int32)
+    return RoundRobinLengths(present, query_lens[present], carries)
 
 
 def inverse_of(token_indices: Int32, num_tokens: int) -> Int32:

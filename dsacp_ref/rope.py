@@ -19,7 +19,15 @@ from dsacp_ref.extents import FLOATS, Float
 from dsacp_ref.partition import Int32
 from dsacp_ref.spec import check_array, check_int, check_number, contract_error
 
-__all__ = ["RopeTable", "apply_inverse_rope", "apply_rope", "rope_frequencies", "rope_table", "yarn_frequencies"]
+__all__ = [
+    "RopeTable",
+    "apply_half_rope",
+    "apply_inverse_rope",
+    "apply_rope",
+    "rope_frequencies",
+    "rope_table",
+    "yarn_frequencies",
+]
 
 
 class RopeTable(NamedTuple):
@@ -203,8 +211,55 @@ def apply_inverse_rope(x: Float, cos: Float, sin: Float) -> Float:
     return turned(x, cos, -sin)
 
 
+def apply_half_rope(x: Float, cos: Float, sin: Float) -> Float:
+    """The vectors with their first channels turned forward, pair (i, i + columns) by angle i: V3.2's index vectors.
+
+    ::
+
+        channels of a vector   [ a0 a1 .. | b0 b1 .. | plain .......... ]
+        turned                   a cos - b sin, b cos + a sin
+
+    Args:
+        x: float32 or float64 [num_tokens, ..., head_dim], head_dim >= 2 * the table's columns.
+        cos: float32 or float64 [num_tokens, rope_head_dim / 2], one row a token.
+        sin: like ``cos``.
+
+    Returns:
+        dtype of ``x``, same shape.
+
+    Raises:
+        ContractError: a shape or dtype above does not hold.
+
+    Source: DeepSeek-V3.2's indexer, which pairs and places channels unlike its queries and keys; operator
+        npu_rotary_mul, mode "half".
+
+    >>> table = rope_table(np.array([1], np.int32), (1.0,))
+    >>> apply_half_rope(np.array([[1.0, 0.0, 7.0]]), *table).round(4).tolist()
+    [[0.5403, 0.8415, 7.0]]
+    """
+    columns, c, s = checked_turn(x, cos, sin)
+    out = x.copy()
+    first, second = x[..., :columns], x[..., columns : 2 * columns]
+    out[..., :columns] = first * c - second * s
+    out[..., columns : 2 * columns] = second * c + first * s
+    return out
+
+
 def turned(x: Float, cos: Float, sin: Float) -> Float:
     """A copy of x whose last pairs are rotated."""
+    columns, c, s = checked_turn(x, cos, sin)
+    width = 2 * columns
+    out = x.copy()
+    if width == 0:
+        return out
+    even, odd = x[..., -width::2], x[..., x.shape[-1] - width + 1 :: 2]
+    out[..., -width::2] = even * c - odd * s
+    out[..., x.shape[-1] - width + 1 :: 2] = odd * c + even * s
+    return out
+
+
+def checked_turn(x: Float, cos: Float, sin: Float) -> tuple[int, Float, Float]:
+    """The table's columns, and its rows laid along the axes of x, once they are found to fit."""
     if not hasattr(x, "shape") or len(x.shape) < 2:
         got = list(x.shape) if hasattr(x, "shape") else type(x).__name__
         raise contract_error("x", "have shape [num_tokens, ..., head_dim]", got)
@@ -215,11 +270,4 @@ def turned(x: Float, cos: Float, sin: Float) -> Float:
     if width > x.shape[-1]:
         raise contract_error("x", f"have at least {width} channels", x.shape[-1], "the table has one column a pair")
     rows = (x.shape[0],) + (1,) * (x.ndim - 2) + (cos.shape[1],)
-    c, s = cos.reshape(rows).astype(x.dtype), sin.reshape(rows).astype(x.dtype)
-    out = x.copy()
-    if width == 0:
-        return out
-    even, odd = x[..., -width::2], x[..., x.shape[-1] - width + 1 :: 2]
-    out[..., -width::2] = even * c - odd * s
-    out[..., x.shape[-1] - width + 1 :: 2] = odd * c + even * s
-    return out
+    return cos.shape[1], cos.reshape(rows).astype(x.dtype), sin.reshape(rows).astype(x.dtype)

@@ -25,6 +25,7 @@ from tests.strategies import EVERY_SPLIT, fewer
 pytestmark = pytest.mark.xdist_group("processes")
 
 WORK = "tests.distributed.block_work"
+EXPERTS = ("whole", "split", "sliced")
 KEYS = {"full": ("replicate", "gather_kv"), "scattered": ("gather_hidden", "gather_compressed")}
 
 
@@ -82,7 +83,7 @@ def steps_of(stack: Stack, new: list[list[int]], cut: Cut, idle: tuple[int, ...]
 def test_a_stack_in_every_way(size: int) -> None:
     """Prefill, a decode row and a padded graph slot; fewer tokens than ranks in one step."""
     plans = []
-    for i, (rows, experts) in enumerate(product(KEYS, ("whole", "split"))):
+    for i, (rows, experts) in enumerate(product(KEYS, EXPERTS)):
         output_mode = ("replicated_weight", "all_to_all")[i % 2]
         cut = Cut(size, ("zigzag", "contiguous")[i % 2], rows, KEYS[rows][i % 2], output_mode, padding=3 * (i % 2))
         rng = np.random.default_rng(i)
@@ -97,7 +98,7 @@ def test_a_stack_in_every_way(size: int) -> None:
 def test_any_step_in_any_way(seed: int, size: int, kind: Any) -> None:
     rng = np.random.default_rng(seed)
     plans = []
-    for experts in ("whole", "split"):
+    for experts in EXPERTS:
         cut = legal_cut(rng, kind.ratio)._replace(cp_size=size)
         lengths = [int(length) for length in rng.integers(0, 12, 2)]
         config = config_for(rng, SMALL, cut)
@@ -118,7 +119,7 @@ def test_experts_and_last_rows_of_every_split(size: int) -> None:
         shards = [local_rows(x, partition, rank) for rank in range(size)]
         for shard, tokens in zip(shards, partition.token_indices, strict=True):
             shard[tokens < 0] = np.nan
-        for experts in ("whole", "split"):
+        for experts in EXPERTS:
             due = ref.experts_over_ranks(shards, weights, partition, experts=experts)
             own = [(shard, weights) for shard in shards]
             plans.append(Plan("experts_over_ranks", own, (partition,), {"experts": experts}, due))
@@ -133,7 +134,7 @@ def test_experts_and_last_rows_of_every_split(size: int) -> None:
 
 
 def test_what_travels() -> None:
-    """Whole experts and last rows on their owners: nothing. Split: out and back. Last rows everywhere: once."""
+    """Whole experts and last rows on their owners: nothing. Shared experts: out and back. Last rows to all: once."""
     loc = int32([0, 5])
     partition = partition_tokens(loc, 2)
     weights = expert_of(np.random.default_rng(0), 6, 4)
@@ -143,6 +144,7 @@ def test_what_travels() -> None:
     for call, due in (
         (("experts_over_ranks", with_weights, known[:1], {"experts": "whole"}), []),
         (("experts_over_ranks", with_weights, known[:1], {"experts": "split"}), ["all_gather", "reduce_scatter"]),
+        (("experts_over_ranks", with_weights, known[:1], {"experts": "sliced"}), ["all_gather", "all_reduce"]),
         (("last_rows", own, known, {}), []),
         (("gathered_last_rows", own, known, {}), ["all_gather"]),
     ):
@@ -161,7 +163,7 @@ def test_refusals_are_those_of_one_process() -> None:
     x, batch = world.step([0], [5])
     step = (*to_torch((x, stack.weights[0], world.cache, batch)), SMALL)
     uneven = (
-        "UnsupportedError: cp_size must divide the 5 rows of w1 when experts is 'split', got 2; use experts='whole'"
+        "UnsupportedError: cp_size must divide the 5 rows of w1 unless experts is 'whole', got 2; use experts='whole'"
     )
     other = (
         "ContractError: shards must come from the 3 ranks of the partition, got 2 ranks; "
@@ -180,7 +182,7 @@ def test_refusals_are_those_of_one_process() -> None:
         ),
         (
             ("experts_over_ranks", (shard, weights), (partition,), {"experts": "Split"}),
-            "ContractError: experts must be one of 'whole', 'split', got 'Split'",
+            "ContractError: experts must be one of 'whole', 'split', 'sliced', got 'Split'",
         ),
     ]
     good = ("experts_over_ranks", (shard, weights), (partition,), {"experts": "whole"})

@@ -113,7 +113,7 @@ def test_another_record_than_the_weights_is_refused(name: str) -> None:
     refuse(name, f"weights must be of type {kind}, got tuple", weights=tuple(LEGAL[name]["weights"]))
 
 
-UNEVEN = "cp_size must divide the 6 rows of w1 when experts is 'split', got {}; use experts='whole'"
+UNEVEN = "cp_size must divide the 6 rows of w1 unless experts is 'whole', got {}; use experts='whole'"
 
 
 def test_ranks_that_cannot_share_an_expert_are_unsupported() -> None:

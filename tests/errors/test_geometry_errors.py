@@ -51,6 +51,7 @@ LEGAL: dict[Callable[..., Any], dict[str, Any]] = {
     partition.local_rows: {"rows": read_only(np.ones((5, 2))), "partition": PARTITION, "cp_rank": 1},
     partition.restored_rows: {"gathered": read_only(np.ones((5, 2))), "partition": PARTITION},
     partition.converted_rows: {"gathered": read_only(np.ones((5, 2))), "source": PARTITION, "target": PARTITION},
+    partition.round_robin_lengths: {"query_start_loc": QUERIES, **GROUP},
     partition.interleave_owners: {"positions": int32(3, -1), "cp_size": 2, "interleave_size": 1},
     partition.interleave_local_indices: {"positions": int32(3, -1), "cp_size": 2, "interleave_size": 1},
     partition.interleave_lengths: {"lengths": int32(3, 0), **GROUP, "interleave_size": 1},
@@ -80,7 +81,15 @@ def test_the_call_that_the_tables_spoil_is_legal(function: Callable[..., Any]) -
 
 
 def test_every_public_function_of_the_geometry_is_here() -> None:
-    records = {"SPLITS", "Partition", "Pieces", "LocalExtents", "CPLocalMetadata", "padded_restore_indices"}
+    records = {
+        "SPLITS",
+        "Partition",
+        "Pieces",
+        "RoundRobinLengths",
+        "LocalExtents",
+        "CPLocalMetadata",
+        "padded_restore_indices",
+    }
     public = {*partition.__all__, *extents.__all__, *visibility.__all__} - records
     assert public == {function.__name__ for function in LEGAL}
 

@@ -52,6 +52,7 @@ LEGAL: dict[Callable[..., Any], dict[str, Any]] = {
     rope.rope_table: {"positions": int32([0, -1]), "frequencies": FREQS},
     rope.apply_rope: {"x": floats(2, 3), "cos": floats(2, 1), "sin": floats(2, 1)},
     rope.apply_inverse_rope: {"x": floats(2, 3), "cos": floats(2, 1), "sin": floats(2, 1)},
+    rope.apply_half_rope: {"x": floats(2, 3), "cos": floats(2, 1), "sin": floats(2, 1)},
     paging.slot_mapping: {
         "logical_indices": int32([4, -1]),
         "request_indices": int32([0, -1]),
@@ -200,6 +201,7 @@ ANY_DTYPE = {(paging.gathered_rows, "cache"), (paging.scattered_rows, "cache")}
 ANY_AXES = {
     (rope.apply_rope, "x"),
     (rope.apply_inverse_rope, "x"),
+    (rope.apply_half_rope, "x"),
     (paging.gathered_rows, "cache"),
     (paging.gathered_rows, "slots"),
     (paging.scattered_rows, "cache"),

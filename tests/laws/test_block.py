@@ -40,6 +40,8 @@ from tests.oracles import block as oracle
 from tests.oracles import splits
 from tests.strategies import Step, cuts, each, fewer, read_only, steps, token_rows
 
+EXPERTS = ("whole", "split", "sliced")
+
 # --- experts ---
 
 
@@ -118,8 +120,9 @@ def test_experts_over_ranks_are_the_oracle_for_every_split(
         shards = [local_rows(x, partition, rank) for rank in range(step.cp_size)]
         for shard, tokens in zip(shards, partition.token_indices, strict=True):
             shard[tokens < 0] = np.nan
-        for experts in ("whole", "split"):
-            got = experts_over_ranks(frozen(shards), weights, partition, experts=experts)
+        found = {mode: experts_over_ranks(frozen(shards), weights, partition, experts=mode) for mode in EXPERTS}
+        assert_same(found["sliced"], found["split"])  # the same sum, of which a rank keeps the same rows
+        for experts, got in found.items():
             for rank, rows in enumerate(got):
                 assert_double(rows, local_rows(due, partition, rank), f"{experts}, rank {rank}")
                 assert not rows[partition.token_indices[rank] < 0].any()
@@ -202,15 +205,19 @@ def assert_rows(got: Shards, due: np.ndarray, cut: Cut) -> None:
 
 
 @fewer(3)
-@given(stacks_over_ranks(), st.lists(st.integers(1, 4), max_size=2))
-def test_a_stack_over_ranks_equals_one_device(cases: list[tuple[Stack, list[list[int]], Cut]], idle: list[int]) -> None:
+@given(stacks_over_ranks(), st.lists(st.integers(1, 4), max_size=2), st.sampled_from(["split", "sliced"]))
+def test_a_stack_over_ranks_equals_one_device(
+    cases: list[tuple[Stack, list[list[int]], Cut]], idle: list[int], shared: str
+) -> None:
     """Norm, attention, residual, norm, experts, residual, twice: what one block gives, the next one takes."""
     for stack, new, cut in cases:
+        if stack.experts == "split":
+            stack = stack._replace(experts=shared)
         note(f"{cut!r} experts {stack.experts}")
         assert_ranks_equal(stack, new, cut, idle)
 
 
-@pytest.mark.parametrize("experts", ["whole", "split"])
+@pytest.mark.parametrize("experts", EXPERTS)
 @pytest.mark.parametrize("rows", ["full", "scattered"])
 @pytest.mark.parametrize("lengths", [[], [0], [1], [3, 0]], ids=str)
 def test_fewer_tokens_than_ranks(experts: str, rows: str, lengths: list[int]) -> None:
@@ -239,7 +246,7 @@ def test_what_comes_out_shares_no_memory_with_what_went_in() -> None:
     out = decoder_block(x, stack.weights[0], world.cache, batch, SMALL, compress_ratio=1)
     assert not np.shares_memory(out.output, x)
     partition = partition_tokens(int32([0, 5]), 1)
-    for experts in ("whole", "split"):
+    for experts in EXPERTS:
         (rows,) = experts_over_ranks([x], stack.weights[0].experts, partition, experts=experts)
         assert not np.shares_memory(rows, x)
     ranks = partition_tokens(int32([0, 5]), 2)

@@ -22,6 +22,7 @@ from dsacp_ref.partition import (
     partition_tokens,
     rank_pieces,
     restored_rows,
+    round_robin_lengths,
 )
 from tests.oracles import splits as oracle
 from tests.strategies import EVERY_SPLIT, Batch, Step, batches, cp_sizes, cuts, each, fewer, steps, token_rows
@@ -204,6 +205,78 @@ def test_zigzag_ceil_and_zigzag_padded_own_the_same_tokens(batch: Batch, cp_size
         padded = local_token_indices(batch.query_start_loc, cp_size, rank, split="zigzag_padded")
         short = local_token_indices(batch.query_start_loc, cp_size, rank, split="zigzag_ceil")
         assert_same(padded[padded >= 0], short)
+
+
+# --- one rank of a round robin, request by request --------------------------------------------------------------------
+
+
+def running_rule(query_lens: list[int], cp_size: int, cp_rank: int) -> tuple[list[int], list[int]]:
+    """(how many tokens of each request a rank holds, the carry behind each), from one request to the next."""
+    held, carries, carry = [], [], 0
+    for length in query_lens:
+        current = length + carry
+        mine = current // cp_size + (current % cp_size > cp_rank)
+        carry = current - mine * cp_size
+        held.append(mine)
+        carries.append(carry)
+    return held, carries
+
+
+def assert_lengths(query_lens: list[int], cp_size: int) -> list[list[int]]:
+    """Every rank's lengths and carries follow the rule; what each rank holds of each request."""
+    loc = np.cumsum([0, *query_lens]).astype(np.int32)
+    of_ranks = []
+    for rank in range(cp_size):
+        held, carries = running_rule(query_lens, cp_size, rank)
+        present = [request for request, count in enumerate(held) if count]
+        got = round_robin_lengths(loc, cp_size, rank)
+        assert_same(got.request_indices, np.array(present, np.int32))
+        assert_same(got.query_lens, np.array([held[request] for request in present], np.int32))
+        assert_same(got.carries, np.array(carries, np.int32))
+        of_ranks.append(held)
+    return of_ranks
+
+
+@given(batches(), cp_sizes)
+def test_round_robin_lengths_are_counted_in_the_partition(batch: Batch, cp_size: int) -> None:
+    """Request by request, without listing tokens; requests of which a rank has none are left out."""
+    held = assert_lengths(batch.query_lens, cp_size)
+    loc = batch.query_start_loc
+    partition = partition_tokens(loc, cp_size, split="round_robin")
+    for rank, tokens in enumerate(partition.token_indices):
+        counts = [int(((tokens >= first) & (tokens < stop)).sum()) for first, stop in itertools.pairwise(loc.tolist())]
+        assert held[rank] == counts
+        got = round_robin_lengths(loc, cp_size, rank)
+        assert (got.query_lens >= 1).all()
+        assert sum(got.query_lens.tolist()) == np.count_nonzero(tokens >= 0)
+    assert [sum(counts) for counts in zip(*held, strict=True)] == batch.query_lens
+
+
+def test_a_carry_is_negative_once_a_rank_has_had_its_turn() -> None:
+    """Requests of 1 token: the first is rank 0's, which then has to wait for three others."""
+    lengths = round_robin_lengths(np.arange(6, dtype=np.int32), 4, 0)
+    assert lengths.carries.tolist() == [-3, -2, -1, 0, -3]
+    assert lengths.request_indices.tolist() == [0, 4]
+    assert round_robin_lengths(np.arange(6, dtype=np.int32), 4, 3).carries.tolist() == [1, 2, 3, 0, 1]
+    assert assert_lengths([1] * 5, 4) == [[1, 0, 0, 0, 1], [0, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 0, 1, 0]]
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 4, 7, 8, 4096])
+@pytest.mark.parametrize(
+    "query_lens",
+    [[2**31 - 1], [2**31 - 2, 0, 1], [1, 2**30, 0, 2**30 - 2], [0, 2**31 - 4096, 4094]],
+    ids=str,
+)
+def test_round_robin_lengths_at_the_end_of_int32(query_lens: list[int], cp_size: int) -> None:
+    """No sum on the way there passes it."""
+    loc = np.cumsum([0, *query_lens]).astype(np.int32)
+    ranks = range(cp_size) if cp_size < 10 else (0, 1, cp_size // 2, cp_size - 2, cp_size - 1)
+    for rank in ranks:
+        held, carries = running_rule(query_lens, cp_size, rank)
+        got = round_robin_lengths(loc, cp_size, rank)
+        assert got.request_indices.tolist() == [request for request, count in enumerate(held) if count]
+        assert got.query_lens.tolist() == [count for count in held if count]
+        assert got.carries.tolist() == carries
 
 
 # --- there and back ---------------------------------------------------------------------------------------------------
