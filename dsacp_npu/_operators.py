@@ -105,6 +105,12 @@ def check_multiple(function: str, name: str, value: int, step: int, least: int, 
         raise limit_error(function, name, f"be a multiple of {step} in {least}..{most}", value)
 
 
+def check_contiguous(function: str, name: str, cache: Float) -> None:
+    """Refuse a cache with gaps or turned axes, where the operator takes none: a copy of all of it would be hidden."""
+    if not cache.is_contiguous():
+        raise limit_error(function, name, "be contiguous", f"strides {cache.stride()}")
+
+
 def in_float32(function: str, name: str, tensor: Float) -> Float:
     """The float32 tensor that the operator takes; shorter floats widen exactly, float64 would lose digits unasked."""
     check_dtype(function, name, tensor, ("float32", *HALVES))

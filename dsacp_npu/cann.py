@@ -17,6 +17,7 @@ from dsacp_npu._cann_attention import (
 )
 from dsacp_npu._cann_compressor import EntryRows, compress, compress_, entry_rope_and_slots
 from dsacp_npu._cann_indexer import indexer_metadata, lightning_indexer
+from dsacp_npu._cann_latents import latent_attention
 from dsacp_npu._cann_vectors import (
     apply_inverse_rope,
     apply_rope,
@@ -40,6 +41,7 @@ __all__ = [
     "entry_rope_and_slots",
     "index_queries",
     "indexer_metadata",
+    "latent_attention",
     "lightning_indexer",
     "packed_attention",
     "projected_output",
@@ -55,7 +57,8 @@ ATTENTION = ("npu_sparse_attn_sharedkv", "npu_sparse_attn_sharedkv_metadata")
 INDEXER = ("npu_vllm_quant_lightning_indexer", "npu_vllm_quant_lightning_indexer_metadata")
 
 # The operators that each function calls. The indexer's may also go by the names npu_quant_lightning_indexer and
-# npu_quant_lightning_indexer_metadata, where they take cmp_ratio.
+# npu_quant_lightning_indexer_metadata, where they take cmp_ratio; over tokens it is npu_lightning_indexer for floats,
+# and npu_lightning_indexer_quant for int8 where the others are not there.
 OPERATORS: dict[str, tuple[str, ...]] = {
     "all_entries_attention": ATTENTION,
     "apply_inverse_rope": ("inplace_partial_rotary_mul",),
@@ -66,6 +69,7 @@ OPERATORS: dict[str, tuple[str, ...]] = {
     "entry_rope_and_slots": ("compressor_metadata",),
     "index_queries": ("inplace_partial_rotary_mul",),
     "indexer_metadata": INDEXER[1:],
+    "latent_attention": ("npu_sparse_flash_attention",),
     "lightning_indexer": INDEXER,
     "packed_attention": ATTENTION,
     "projected_output": ("npu_transpose_batchmatmul",),

@@ -20,12 +20,17 @@ Emulated:
 `_C_ascend` `npu_sparse_attn_sharedkv_metadata`
 `_C_ascend` `npu_vllm_quant_lightning_indexer`        int8 as on A2 and A3; TND and BSND queries, PA_BSND keys
 `_C_ascend` `npu_vllm_quant_lightning_indexer_metadata`
+`_C_ascend` `npu_lightning_indexer`                   bfloat16, float16; TND and BSND queries, PA_BSND keys
+`_C_ascend` `npu_lightning_indexer_quant`             int8; TND and BSND queries, PA_BSND keys
+`_C_ascend` `npu_sparse_flash_attention`              absorbed MLA with rope parts; TND and BSND queries, PA_BSND keys
 `_C_ascend` `compressor`                              one state, or the older two states: ``install(compressor=...)``
 `_C_ascend` `compressor_metadata`
 `_C_ascend` `inplace_partial_rotary_mul`              "interleave"
 `_C_ascend` `npu_rms_norm_dynamic_quant`
 `_C_ascend` `npu_scatter_nd_update_v2`
 `npu`       `npu_quant_lightning_indexer`             int8, PA_BSND keys
+`npu`       `npu_lightning_indexer`                   as above
+`npu`       `npu_sparse_flash_attention`              as above, without sinks
 `npu`       `npu_transpose_batchmatmul`               without bias, scale and splitting
 `npu`       `npu_quant_matmul`                        int8, a scale a row, into bfloat16 or float16, without bias
 `npu`       `npu_dynamic_quant`                       per token into int8, without smoothing
@@ -34,8 +39,7 @@ Emulated:
 =========== ========================================= ==================================================================
 
 Not emulated: `npu_kv_quant_sparse_attn_sharedkv` and its metadata, `kv_compress_epilog`, `indexer_compress_epilog_v2`
-(A5); `npu_lightning_indexer`, `npu_lightning_indexer_quant`, `npu_sparse_flash_attention`,
-`npu_kv_quant_sparse_flash_attention` (V3.2); `npu_rotary_mul`, `npu_scatter_pa_kv_cache`.
+(A5); `npu_kv_quant_sparse_flash_attention` (V3.2, FP8 caches); `npu_rotary_mul`, `npu_scatter_pa_kv_cache`.
 """
 
 from dsacp_npu.emulator.errors import OperatorError, OutOfRangeError, StaleMetadataError

@@ -13,6 +13,7 @@ __all__ = [
     "HALVES",
     "KeyRows",
     "check_block_size",
+    "check_contiguous",
     "check_one_of",
     "check_tensor",
     "lengths_of",
@@ -57,6 +58,13 @@ def check_block_size(operator: str, name: str, cache: torch.Tensor) -> None:
         raise refusal(operator, f"{name} block size", "be a multiple of 16 in 16..1024", rows)
     if cache.shape[0] and not cache[0].is_contiguous():
         raise refusal(operator, name, "be contiguous within a block", f"strides {cache.stride()}")
+
+
+def check_contiguous(operator: str, **tensors: torch.Tensor) -> None:
+    """Refuse tensors with gaps or turned axes."""
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise refusal(operator, name, "be contiguous", f"strides {tensor.stride()}")
 
 
 def prefix_sums(operator: str, name: str, sums: torch.Tensor, rows: int, of: str) -> list[int]:

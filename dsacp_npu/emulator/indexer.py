@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 from dsacp_npu._tensors import torch
@@ -190,6 +191,16 @@ def query_starts(
     return prefix_sums(operator, "actual_seq_lengths_query", lengths, 2**31 if query is None else len(query), "query")
 
 
+def ends_of_queries(operator: str, query: Tensor, layout_query: str, lengths: Tensor | None, batch: int) -> list[int]:
+    """`query_starts` for operators that take the prefix sums without the leading 0 only: with it they see one more."""
+    if batch == 0:
+        raise refusal(operator, "actual_seq_lengths_query", "name at least one request", [0], "skip the call")
+    if layout_query == "TND" and lengths is not None and lengths.shape == (batch + 1,):
+        hint = "prefix sums without the leading 0"
+        raise refusal(operator, "actual_seq_lengths_query", f"have shape [{batch}]", [batch + 1], hint)
+    return query_starts(operator, query, layout_query, lengths, batch)
+
+
 def selection(
     operator: str,
     tensors: tuple[Tensor, ...],
@@ -198,19 +209,37 @@ def selection(
     sparse_mode: int,
     cmp_ratio: int,
 ) -> Tensor:
-    """int32[..., 1, sparse_count]: the best entries of every query row, then -1."""
+    """int32[..., 1, sparse_count]: the best entries of every query row, by int8 scores."""
     query, key, weights, query_scale, key_scale = tensors
+    queries, gains = query.reshape(-1, HEADS, WIDTH), (weights * query_scale).reshape(-1, HEADS)  # both fp16
+
+    def scores_of(rows: slice, place: tuple[Tensor, Tensor]) -> Tensor:
+        return index_scores(queries[rows], gains[rows], key[place][:, 0], key_scale[place][:, 0])
+
+    return best_keys(operator, (query, key), extents, scores_of, sparse_count, sparse_mode, cmp_ratio)
+
+
+def best_keys(
+    operator: str,
+    tensors: tuple[Tensor, Tensor],
+    extents: tuple[list[int], list[int], Tensor],
+    scores_of: Callable[[slice, tuple[Tensor, Tensor]], Tensor],
+    sparse_count: int,
+    sparse_mode: int,
+    cmp_ratio: int,
+) -> Tensor:
+    """int32[..., 1, sparse_count]: the keys of highest score of every query row, then -1."""
+    query, key = tensors
     starts, key_lengths, table = extents
     out = query.new_full((*query.shape[:-2], 1, sparse_count), POISON, dtype=torch.int32)
     results = out.view(-1, sparse_count)
-    queries, gains = query.reshape(-1, HEADS, WIDTH), (weights * query_scale).reshape(-1, HEADS)  # both fp16
     for request, (start, stop) in enumerate(pairwise(starts)):
         if start == stop:
             continue
         held = key_lengths[request] // cmp_ratio
         entries = torch.arange(held)
         place = table_slots(operator, ("key", key), ("block_table", table), request, entries)
-        scores = index_scores(queries[start:stop], gains[start:stop], key[place][:, 0], key_scale[place][:, 0])
+        scores = scores_of(slice(start, stop), place)
         for row in range(start, stop):
             position = key_lengths[request] - (stop - row)
             visible = held if sparse_mode == 0 else max((position + 1) // cmp_ratio, 0)

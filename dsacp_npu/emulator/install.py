@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from dsacp_npu._tensors import torch
-from dsacp_npu.emulator import attention, compressor, fingerprint, indexer, rows
+from dsacp_npu.emulator import attention, compressor, fingerprint, indexer, latent_attention, rows, token_indexer
 from dsacp_npu.emulator.errors import OperatorError
 from dsacp_npu.emulator.schemas import SCHEMAS, schemas_of
 
@@ -27,6 +27,9 @@ OPERATORS: dict[str, dict[str, Pair]] = {
         "npu_sparse_attn_sharedkv_metadata": (attention.attention_metadata, fingerprint.metadata_fake),
         "npu_vllm_quant_lightning_indexer": (indexer.indexer, indexer.indexer_fake),
         "npu_vllm_quant_lightning_indexer_metadata": (indexer.indexer_metadata, fingerprint.metadata_fake),
+        "npu_lightning_indexer": (token_indexer.token_indexer, token_indexer.token_indexer_fake),
+        "npu_lightning_indexer_quant": (token_indexer.coded_token_indexer, indexer.plain_indexer_fake),
+        "npu_sparse_flash_attention": (latent_attention.latent_attention, latent_attention.latent_attention_fake),
         "compressor": (compressor.compressor, compressor.compressor_fake),
         "compressor_metadata": (compressor.compressor_metadata, compressor.compressor_metadata_fake),
         "inplace_partial_rotary_mul": (rows.partial_rotary, rows.nothing_fake),
@@ -35,6 +38,11 @@ OPERATORS: dict[str, dict[str, Pair]] = {
     },
     "npu": {
         "npu_quant_lightning_indexer": (indexer.plain_indexer, indexer.plain_indexer_fake),
+        "npu_lightning_indexer": (token_indexer.token_indexer, token_indexer.token_indexer_fake),
+        "npu_sparse_flash_attention": (
+            latent_attention.plain_latent_attention,
+            latent_attention.latent_attention_fake,
+        ),
         "npu_transpose_batchmatmul": (rows.transpose_batchmatmul, rows.transpose_batchmatmul_fake),
         "npu_quant_matmul": (rows.quant_matmul, rows.quant_matmul_fake),
         "npu_dynamic_quant": (rows.dynamic_quant, rows.dynamic_quant_fake),

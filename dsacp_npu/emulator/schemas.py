@@ -43,6 +43,28 @@ SCHEMAS: dict[str, tuple[str, ...]] = {
             'str device="npu") -> (Tensor metadata)'
         ),
         (
+            "npu_lightning_indexer(Tensor query, Tensor key, Tensor weights, *, "
+            "Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_key=None, Tensor? block_table=None, "
+            'str layout_query="BSND", str layout_key="BSND", int sparse_count=2048, int sparse_mode=3, '
+            "int pre_tokens=9223372036854775807, int next_tokens=9223372036854775807, bool return_value=False) -> "
+            "(Tensor sparse_indices, Tensor sparse_values)"
+        ),
+        (
+            "npu_lightning_indexer_quant(Tensor query, Tensor key, Tensor weights, Tensor query_dequant_scale, "
+            "Tensor key_dequant_scale, *, Tensor? actual_seq_lengths_query=None, "
+            "Tensor? actual_seq_lengths_key=None, Tensor? block_table=None, int query_quant_mode=0, "
+            "int key_quant_mode=0, str layout_query='BSND', str layout_key='BSND', int sparse_count=2048, "
+            "int sparse_mode=3) -> Tensor"
+        ),
+        (
+            "npu_sparse_flash_attention(Tensor query, Tensor key, Tensor value, Tensor sparse_indices, "
+            "float scale_value, *, Tensor? block_table=None, Tensor? actual_seq_lengths_query=None, "
+            "Tensor? actual_seq_lengths_kv=None, Tensor? query_rope=None, Tensor? key_rope=None, "
+            "int sparse_block_size=1, str layout_query='BSND', str layout_kv='BSND', int sparse_mode=3, "
+            "int pre_tokens=9223372036854775807, int next_tokens=9223372036854775807, int attention_mode=2, "
+            "bool return_softmax_lse=False) -> (Tensor attention_out, Tensor softmax_max, Tensor softmax_sum)"
+        ),
+        (
             "compressor(Tensor x, Tensor wkv, Tensor wgate, Tensor(a!) state_cache, Tensor ape, Tensor norm_weight, "
             "Tensor rope_sin, Tensor rope_cos, Tensor? state_block_table, Tensor? cu_seqlens, Tensor? seqused, "
             "Tensor? start_pos, int rope_head_dim, int cmp_ratio, int coff, float norm_eps, int rotary_mode, "
@@ -68,6 +90,21 @@ SCHEMAS: dict[str, tuple[str, ...]] = {
             'str layout_query="BSND", str layout_key="BSND", int sparse_count=2048, int sparse_mode=3, '
             "int pre_tokens=9223372036854775807, int next_tokens=9223372036854775807, int? query_dtype=None, "
             "int? key_dtype=None) -> Tensor"
+        ),
+        (
+            "npu_lightning_indexer(Tensor query, Tensor key, Tensor weights, *, "
+            "Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_key=None, Tensor? block_table=None, "
+            'str layout_query="BSND", str layout_key="BSND", int sparse_count=2048, int sparse_mode=3, '
+            "int pre_tokens=9223372036854775807, int next_tokens=9223372036854775807, bool return_value=False) -> "
+            "(Tensor, Tensor)"
+        ),
+        (
+            "npu_sparse_flash_attention(Tensor query, Tensor key, Tensor? value, Tensor sparse_indices, "
+            "float scale_value, *, Tensor? block_table=None, Tensor? actual_seq_lengths_query=None, "
+            "Tensor? actual_seq_lengths_kv=None, Tensor? query_rope=None, Tensor? key_rope=None, "
+            'int sparse_block_size=1, str layout_query="BSND", str layout_kv="BSND", int sparse_mode=3, '
+            "int pre_tokens=9223372036854775807, int next_tokens=9223372036854775807, int attention_mode=0, "
+            "bool return_softmax_lse=False, Tensor? sinks=None) -> (Tensor, Tensor, Tensor)"
         ),
         (
             "npu_transpose_batchmatmul(Tensor input, Tensor weight, *, Tensor? bias=None, Tensor? scale=None, "

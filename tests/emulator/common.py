@@ -171,6 +171,82 @@ def select(case: dict[str, Any], **changes: Any) -> torch.Tensor:
     return ops().npu_vllm_quant_lightning_indexer(**case)[0].flatten(0, -2)
 
 
+def token_case(
+    queries: list[int],
+    keys: list[int],
+    *,
+    topk: int = 64,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.bfloat16,
+    padding: int = 0,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Arguments of a legal call of the indexer over tokens: TND queries, lengths without the leading 0."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = sum(queries) + padding
+    table, blocks = pages(generator, keys, block_size)
+    return {
+        "query": normal(generator, tokens, 64, 128, dtype=dtype),
+        "key": normal(generator, blocks, block_size, 1, 128, dtype=dtype),
+        "weights": normal(generator, tokens, 64, dtype=dtype),
+        "actual_seq_lengths_query": sums(queries)[1:],
+        "actual_seq_lengths_key": int32(*keys),
+        "block_table": table,
+        "layout_query": "TND",
+        "layout_key": "PA_BSND",
+        "sparse_count": topk,
+    }
+
+
+def select_tokens(case: dict[str, Any], namespace: str = "_C_ascend", **changes: Any) -> torch.Tensor:
+    """The indices [rows, sparse_count] of a call."""
+    return ops(namespace).npu_lightning_indexer(**{**case, **changes})[0].flatten(0, -2)
+
+
+def latent_case(
+    queries: list[int],
+    keys: list[int],
+    *,
+    heads: int = 2,
+    topk: int = 32,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.bfloat16,
+    padding: int = 0,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Arguments of a legal call of attention over latents: TND queries, every row with tokens in any order, then -1."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = sum(queries) + padding
+    table, blocks = pages(generator, keys, block_size)
+    latents = normal(generator, blocks, block_size, 1, 512, dtype=dtype)
+    picks = torch.full((tokens, 1, topk), -1, dtype=torch.int32)
+    for row, position in enumerate(positions_of(queries, keys)):
+        visible = max(position + 1, 0)
+        count = int(torch.randint(1, topk + 1, (), generator=generator))
+        chosen = torch.randperm(visible, generator=generator)[:count]
+        picks[row, 0, : len(chosen)] = chosen.int()
+    return {
+        "query": normal(generator, tokens, heads, 512, dtype=dtype),
+        "key": latents,
+        "value": latents,
+        "sparse_indices": picks,
+        "scale_value": 192**-0.5,
+        "block_table": table,
+        "actual_seq_lengths_query": sums(queries)[1:],
+        "actual_seq_lengths_kv": int32(*keys),
+        "query_rope": normal(generator, tokens, heads, 64, dtype=dtype),
+        "key_rope": normal(generator, blocks, block_size, 1, 64, dtype=dtype),
+        "layout_query": "TND",
+        "layout_kv": "PA_BSND",
+        "attention_mode": 2,
+    }
+
+
+def attend_latents(case: dict[str, Any], namespace: str = "_C_ascend", **changes: Any) -> torch.Tensor:
+    """The output of a call."""
+    return ops(namespace).npu_sparse_flash_attention(**{**case, **changes})[0]
+
+
 def compressor_case(
     ratio: int, lengths: list[int], starts: list[int], *, d: int = 128, padding: int = 0, seed: int = 0
 ) -> dict[str, Any]:

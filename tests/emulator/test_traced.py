@@ -20,14 +20,16 @@ from tests.emulator.common import (
     indexer_case,
     indexer_metadata,
     int32,
+    latent_case,
     ops,
+    token_case,
 )
 
 Call = tuple[str, str, tuple[Any, ...], dict[str, Any]]
 
 
 def calls() -> dict[str, Call]:
-    """One legal call of every operator: (namespace, name, arguments, keyword arguments)."""
+    """One legal call of every operator, by namespace and name: (namespace, name, arguments, keyword arguments)."""
     attention, indexer = attention_case(4, [2, 1], [40, 9]), indexer_case([2, 1], [40, 9])
     plain = {name: value for name, value in indexer_case([2], [9], ratio=1).items() if name != "cmp_ratio"}
     half, table, ones = torch.ones(3, 8).half(), torch.ones(8, 64), torch.ones(8).half()
@@ -44,6 +46,9 @@ def calls() -> dict[str, Call]:
             (64, 1, 128, 0, 0),
             {**lengths, "actual_seq_lengths_key": int32(9), "cmp_ratio": 4},
         ),
+        "npu_lightning_indexer": ((), token_case([2, 1], [40, 9])),
+        "npu_lightning_indexer_quant": ((), plain),
+        "npu_sparse_flash_attention": ((), latent_case([2, 1], [40, 9])),
         "compressor": ((), compressor_case(4, [8, 3], [0, 5])),
         "compressor_metadata": ((table, table, int32(0, 8), int32(0), torch.ones(1, 1).int(), 4, 2, 4, 3, 1), {}),
         "inplace_partial_rotary_mul": (
@@ -55,6 +60,8 @@ def calls() -> dict[str, Call]:
     }
     npu = {
         "npu_quant_lightning_indexer": ((), {**plain, "query_quant_mode": 0, "key_quant_mode": 0}),
+        "npu_lightning_indexer": ((), token_case([2, 1], [40, 9])),
+        "npu_sparse_flash_attention": ((), latent_case([2, 1], [40, 9])),
         "npu_transpose_batchmatmul": ((torch.ones(3, 2, 4), torch.ones(2, 4, 5)), {}),
         "npu_quant_matmul": (
             (codes, codes.T, torch.ones(3)),
@@ -65,18 +72,23 @@ def calls() -> dict[str, Call]:
         "npu_scatter_nd_update_": ((torch.zeros(4, 8).half(), torch.tensor([[1], [-1], [0]]), half), {}),
     }
     return {
-        name: (namespace, name, *call)
+        f"{namespace}.{name}": (namespace, name, *call)
         for namespace, operators in (("_C_ascend", native), ("npu", npu))
         for name, call in operators.items()
     }
 
 
-NAMES = (
+NATIVE = (
     "npu_sparse_attn_sharedkv npu_sparse_attn_sharedkv_metadata npu_vllm_quant_lightning_indexer "
-    "npu_vllm_quant_lightning_indexer_metadata compressor compressor_metadata inplace_partial_rotary_mul "
-    "npu_rms_norm_dynamic_quant npu_scatter_nd_update_v2 npu_quant_lightning_indexer npu_transpose_batchmatmul "
+    "npu_vllm_quant_lightning_indexer_metadata npu_lightning_indexer npu_lightning_indexer_quant "
+    "npu_sparse_flash_attention compressor compressor_metadata inplace_partial_rotary_mul "
+    "npu_rms_norm_dynamic_quant npu_scatter_nd_update_v2"
+).split()
+PLAIN = (
+    "npu_quant_lightning_indexer npu_lightning_indexer npu_sparse_flash_attention npu_transpose_batchmatmul "
     "npu_quant_matmul npu_dynamic_quant npu_rms_norm npu_scatter_nd_update_"
 ).split()
+NAMES = [*(f"_C_ascend.{name}" for name in NATIVE), *(f"npu.{name}" for name in PLAIN)]
 
 
 def each(value: Any, leaf: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -97,14 +109,15 @@ def signs(result: Any) -> list[tuple[Any, ...]]:
 def test_there_is_a_call_of_every_operator() -> None:
     from dsacp_npu.emulator.install import OPERATORS
 
-    assert set(NAMES) == set(calls()) == {name for operators in OPERATORS.values() for name in operators}
+    emulated = {f"{namespace}.{name}" for namespace, operators in OPERATORS.items() for name in operators}
+    assert set(NAMES) == set(calls()) == emulated
 
 
 @pytest.mark.parametrize("way", ["fake", "fake on another device", "meta"])
 @pytest.mark.parametrize("name", NAMES)
 def test_without_values(name: str, way: str) -> None:
-    namespace, _, args, kwargs = calls()[name]
-    function = getattr(ops(namespace), name)
+    namespace, operator, args, kwargs = calls()[name]
+    function = getattr(ops(namespace), operator)
     want = function(*each(args, torch.clone), **each(kwargs, torch.clone))
     device = "cpu" if way == "fake" else "meta"
 
@@ -122,11 +135,11 @@ def test_without_values(name: str, way: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_compiled(name: str) -> None:
     """PyTorch cannot compile an operator whose schema returns its own argument: that one is left out of the graph."""
-    namespace, _, args, kwargs = calls()[name]
-    backend = "eager" if name == "npu_scatter_nd_update_" else "aot_eager"
+    namespace, operator, args, kwargs = calls()[name]
+    backend = "eager" if operator == "npu_scatter_nd_update_" else "aot_eager"
 
     def step(*args: Any, **kwargs: Any) -> Any:
-        result = getattr(getattr(torch.ops, namespace), name)(*args, **kwargs)
+        result = getattr(getattr(torch.ops, namespace), operator)(*args, **kwargs)
         written = args[0] + 0 if args and isinstance(args[0], torch.Tensor) else None
         return result, written
 
