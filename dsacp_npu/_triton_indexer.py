@@ -15,9 +15,10 @@ from dsacp_npu._triton_metadata import query_rows_and_positions
 from dsacp_npu._triton_rows import apply_rope
 from dsacp_npu._triton_scores import index_scores_slice, score_columns
 from dsacp_npu._triton_topk import chosen_of_slice
+from dsacp_npu.fp8 import FP8Vectors
 from dsacp_npu.quant import QuantizedVectors
 from dsacp_npu.visibility import visible_entries
-from dsacp_ref.spec import INT32_MAX, check_int, contract_error
+from dsacp_ref.spec import INT32_MAX, UnsupportedError, check_int, contract_error
 
 __all__ = ["index_queries", "lightning_indexer", "projected_output"]
 
@@ -43,7 +44,7 @@ def index_queries(qr: Float, wq_b: Float, cos: Float, sin: Float, *, index_head_
 def lightning_indexer(
     index_q: Float,
     index_weights: Float,
-    index_cache: Float | QuantizedVectors,
+    index_cache: Float | QuantizedVectors | FP8Vectors,
     cmp_block_table: Int32,
     cu_seqlens_q: Int32,
     seqused_kv: Int32,
@@ -53,10 +54,15 @@ def lightning_indexer(
 ) -> Int32:
     """`dsacp_npu.indexer.lightning_indexer` by the kernels of scores and of top-k.
 
-    Limits: those of both; scores of float keys differ from torch's in the last bits, so entries that score nearly alike
-    may change places.
+    Limits: those of both, and FP8 keys on an NVIDIA GPU only; scores of float and FP8 keys differ from torch's in the
+    last bits, so entries that score nearly alike may change places.
     """
     check_runs(index_q)
+    if isinstance(index_cache, FP8Vectors) and not index_q.is_cuda:
+        raise UnsupportedError(
+            "backend 'triton' scores FP8Vectors of index_cache on an NVIDIA GPU only, got a tensor on "
+            f"{index_q.device.type}; the Ascend front end has no float8: use floats or int8, or backend 'torch'"
+        )
     block_size = check_call(index_q, index_weights, index_cache, cmp_block_table, seqused_kv)
     rows, positions = query_rows_and_positions(cu_seqlens_q, seqused_kv, num_rows=len(index_q))
     num_visible = visible_entries(positions, compress_ratio)
@@ -65,8 +71,10 @@ def lightning_indexer(
         num_slots = parts_of(index_cache)[0].shape[0] * block_size
         slots_of_rows(num_visible, cmp_block_table, cu_seqlens_q, block_size, num_slots)
     queries, weights = index_q.detach(), index_weights.detach()
-    if isinstance(index_cache, QuantizedVectors):
-        queries, weights = coded_queries(queries, weights, num_visible)
+    if isinstance(index_cache, (QuantizedVectors, FP8Vectors)):
+        queries, weights = coded_queries(queries, weights, num_visible, type(index_cache))
+        # The kernel tells codes by the dtype of their values.
+        queries, index_cache = QuantizedVectors(*queries), QuantizedVectors(*index_cache)
     columns = score_columns(index_cache, cmp_block_table)
     if columns == 0 or len(index_q) == 0:
         return num_visible.new_full((len(index_q), index_topk), -1)

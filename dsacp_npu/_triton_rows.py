@@ -14,6 +14,7 @@ from dsacp_npu.kernels import rope as rope_kernels
 from dsacp_ref.spec import INT32_MAX, UnsupportedError, check_int
 
 __all__ = [
+    "apply_half_rope",
     "apply_inverse_rope",
     "apply_inverse_rope_",
     "apply_rope",
@@ -42,6 +43,11 @@ def apply_rope(x: Float, cos: Float, sin: Float) -> Float:
     return turned("apply_rope", x, cos, sin, inverse=False)
 
 
+def apply_half_rope(x: Float, cos: Float, sin: Float) -> Float:
+    """`dsacp_ref.rope.apply_half_rope`, in one pass. Limits: a float32 table, and no float64."""
+    return turned("apply_half_rope", x, cos, sin, inverse=False, halves=True)
+
+
 def apply_inverse_rope(x: Float, cos: Float, sin: Float) -> Float:
     """`dsacp_ref.rope.apply_inverse_rope`, in one pass. Limits: a float32 table, and no float64."""
     check_floats("sin", sin, ("num_tokens", "rope_head_dim / 2"))
@@ -59,14 +65,14 @@ def apply_inverse_rope_(x: Float, cos: Float, sin: Float) -> Float:
     return turned_("apply_inverse_rope_", x, cos, sin, inverse=True)
 
 
-def turned(function: str, x: Float, cos: Float, sin: Float, *, inverse: bool) -> Float:
-    """A copy of x whose last pairs are rotated."""
+def turned(function: str, x: Float, cos: Float, sin: Float, *, inverse: bool, halves: bool = False) -> Float:
+    """A copy of x whose last pairs are rotated, or whose first channels are as two halves."""
     check_turn(function, x, cos, sin)
     if cos.shape[1] == 0:
         return x.clone()
     source = x.contiguous()
     out = torch.empty_like(source)
-    launch_rope(source, cos, sin, out, inverse=inverse)
+    launch_rope(source, cos, sin, out, inverse=inverse, halves=halves)
     return out
 
 
@@ -91,7 +97,7 @@ def check_turn(function: str, x: Float, cos: Float, sin: Float) -> None:
             raise limit_error(function, name, "have dtype float32", dtype_name(half))
 
 
-def launch_rope(x: Float, cos: Float, sin: Float, out: Float, *, inverse: bool) -> None:
+def launch_rope(x: Float, cos: Float, sin: Float, out: Float, *, inverse: bool, halves: bool = False) -> None:
     """Turn contiguous x into out, which may be x."""
     if x.numel() == 0:
         return
@@ -100,7 +106,8 @@ def launch_rope(x: Float, cos: Float, sin: Float, out: Float, *, inverse: bool) 
     key = rope_kernels.key_of(pairs, x.element_size())
     tile = tile_for(rope_kernels.TILES, x, "apply_rope", key)
     options = {name: value for name, value in tile.items() if name != "rows"}
-    constants = rope_kernels.constants_of(heads, width, pairs, tile["rows"], inverse=inverse, copy=out is not x)
+    form = {"inverse": inverse, "copy": out is not x, "halves": halves}
+    constants = rope_kernels.constants_of(heads, width, pairs, tile["rows"], **form)
     tasks = blocks(num_tokens, constants["TOKEN_TILE"]) * blocks(heads, constants["HEAD_TILE"])
     grid = (min(tasks, programs_for(x, cube=False, waves=WAVES)),)
     rope_kernels.rope_kernel[grid](x, cos.contiguous(), sin.contiguous(), out, num_tokens, **constants, **options)

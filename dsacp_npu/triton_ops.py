@@ -16,6 +16,7 @@ LOGIT_LIMIT = 70.0
 # The module of `dsacp_npu` that launches each function.
 FUNCTIONS: dict[str, str] = {
     "all_entries_attention": "_triton_attention",
+    "apply_half_rope": "_triton_rows",
     "apply_inverse_rope": "_triton_rows",
     "apply_inverse_rope_": "_triton_rows",
     "apply_rope": "_triton_rows",
@@ -30,6 +31,7 @@ FUNCTIONS: dict[str, str] = {
     "index_queries": "_triton_indexer",
     "index_scores": "_triton_scores",
     "int8_index_scores": "_triton_scores",
+    "latent_attention": "_triton_latents",
     "lightning_indexer": "_triton_indexer",
     "local_extents": "_triton_metadata",
     "packed_heads": "_triton_rows",
@@ -53,6 +55,7 @@ FUNCTIONS: dict[str, str] = {
 # The files of `dsacp_npu.kernels` that each function launches from; none where torch's products are all there is.
 KERNEL_FILES: dict[str, tuple[str, ...]] = {
     "all_entries_attention": ("queries", "attention_slots", "attention"),
+    "apply_half_rope": ("rope",),
     "apply_inverse_rope": ("rope",),
     "apply_inverse_rope_": ("rope",),
     "apply_rope": ("rope",),
@@ -67,6 +70,7 @@ KERNEL_FILES: dict[str, tuple[str, ...]] = {
     "index_queries": ("rope", "hadamard"),
     "index_scores": ("scores",),
     "int8_index_scores": ("scores",),
+    "latent_attention": ("queries", "attention_slots", "latents"),
     "lightning_indexer": ("queries", "scores", "topk"),
     "local_extents": ("metadata",),
     "packed_heads": ("exchange",),
@@ -87,5 +91,7 @@ KERNEL_FILES: dict[str, tuple[str, ...]] = {
     "window_attention": ("queries", "attention_slots", "attention"),
 }
 
-# What has run on an NVIDIA GPU, by itself or in a layer there; of what takes this backend, two forms of the layer.
-RUN_ON_GPU = frozenset({*FUNCTIONS} - {"compressed_entries"} | {"attention_layer", "layer_over_ranks"})
+# What has run on an NVIDIA GPU, by itself or in a layer there; of what takes this backend, three forms.
+RUN_ON_GPU = frozenset(
+    {*FUNCTIONS} - {"compressed_entries"} | {"attention_layer", "layer_over_ranks", "mla_stack_over_ranks"}
+)

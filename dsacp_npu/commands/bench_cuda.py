@@ -1,4 +1,4 @@
-"""Benchmarks of the Triton kernels on an NVIDIA GPU: attention, index scores, top-k, a step's metadata.
+"""Benchmarks of the Triton kernels on an NVIDIA GPU: attention, index scores, top-k, latents, a step's metadata.
 
 Every figure is the median of event-timed calls after warm-ups, with the 10th and 90th percentile; the outputs are
 first compared with float64 on a few rows. A call is the backend's function, its checks and launches included. Where
@@ -408,9 +408,63 @@ def rows(tokens: int) -> None:
     import_module("dsacp_npu.commands.bench_rows").rows(tokens)
 
 
+# --- attention over latents ---
+
+LATENT, ROPE_KEY, CHOSEN = 512, 64, 2048
+LATENT_HEADS = (128, 16)
+
+
+def latents(tokens: int) -> None:
+    """V3.2's attention over 2048 chosen tokens, beside FlashMLA."""
+    ops, scale = backend.get("triton"), (LATENT + ROPE_KEY) ** -0.5
+    print("attention over latents, 512 + 64 channels, 2048 tokens; TFLOP/s of 2 x heads x (576 + 512) x 2048 x queries")
+    for heads, before in [(heads, before) for heads in LATENT_HEADS for before in (8192, 32768)]:
+        table = shuffled_table(before + tokens, CMP_PAGE, 1)
+        lengths = [torch.tensor(n, dtype=torch.int32, device="cuda") for n in ([0, tokens], [before + tokens])]
+        q = [normal(tokens, heads, width, seed=3 + width) for width in (LATENT, ROPE_KEY)]
+        caches = [normal(table.shape[1], CMP_PAGE, width, seed=4 + width) for width in (LATENT, ROPE_KEY)]
+        chosen = random_choice(tokens, before, CHOSEN)
+
+        def call(
+            q: Any = q, caches: Any = caches, table: Int32 = table, chosen: Int32 = chosen, n: Any = lengths
+        ) -> Any:
+            return ops.latent_attention(*q, *caches, table, chosen, *n, softmax_scale=scale)
+
+        whole = torch.cat(q, dim=2)
+        keys = rows_in_order(torch.cat(caches, dim=2), table)
+        rows = torch.linspace(0, tokens - 1, ROWS_CHECKED).long().tolist()
+        picked = keys[chosen[rows].long()].double()
+        shares = (whole[rows].double() @ picked.transpose(1, 2) * scale).softmax(dim=2)
+        got = call()
+        error = relative_error(got.out[rows], shares @ picked[..., :LATENT])
+        same = torch.equal(got.out, call().out)
+        flops = 2 * heads * (2 * LATENT + ROPE_KEY) * CHOSEN * tokens
+        times, peer = milliseconds(call), flash_mla_latents(whole, keys, chosen, scale)
+        rest = f"{flops / times[0] / 1e9:6.0f} TFLOP/s  error {error:.1e}  repeats {same}  "
+        rest += f"Python {microseconds(call):.0f} us"
+        line(f"{heads} heads, 2048 of {before}", times, rest)
+        if peer:
+            theirs = milliseconds(peer)
+            rest = f"{flops / theirs[0] / 1e9:6.0f} TFLOP/s  x FlashMLA {theirs[0] / times[0]:.2f}"
+            line("  FlashMLA", theirs, rest)
+
+
+def flash_mla_latents(q: Float, keys: Float, chosen: Int32, scale: float) -> Callable[[], Any] | None:
+    """FlashMLA's sparse prefill on the same keys, in a row; None where it cannot be imported or has no such heads."""
+    try:
+        peer = import_module("flash_mla").flash_mla_sparse_fwd
+    except ImportError:
+        return None
+    if q.shape[1] % 64:
+        return None
+    rows, lists = keys[:, None].contiguous(), chosen[:, None].contiguous()
+    return lambda: peer(q, rows, lists, scale, LATENT)
+
+
 SECTIONS: dict[str, Callable[[int], None]] = {
     "attention": attention,
     "indexer": scores,
+    "latents": latents,
     "metadata": metadata,
     "rows": rows,
 }

@@ -1,4 +1,7 @@
-"""Partial interleaved RoPE: the last channels of every head turn in pairs, the others stay or are copied."""
+"""Partial RoPE: the last channels of every head turn in neighbouring pairs, or the first ones as two halves.
+
+The others stay or are copied.
+"""
 
 from itertools import product
 from typing import Any
@@ -48,6 +51,7 @@ def rope_kernel(
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     PAIRS: tl.constexpr,
+    HALVES: tl.constexpr,
     INVERSE: tl.constexpr,
     COPY: tl.constexpr,
     TOKEN_TILE: tl.constexpr,
@@ -57,11 +61,13 @@ def rope_kernel(
 ):
     """x [num_tokens, HEADS, WIDTH] with its last 2 * PAIRS channels turned, by a float32 table [num_tokens, PAIRS].
 
-    With COPY the plain channels are written as well; without, ``out_ptr`` is ``x_ptr`` and they are not touched. NaN
-    and inf spread within their pair only. Any number of tokens, heads and channels: what a tile lacks is masked.
+    With HALVES the first 2 * PAIRS turn, channel i with channel PAIRS + i. With COPY the plain channels are written as
+    well; without, ``out_ptr`` is ``x_ptr`` and they are not touched. NaN and inf spread within their pair only. Any
+    number of tokens, heads and channels: what a tile lacks is masked.
     """
     head_blocks: tl.constexpr = (HEADS + HEAD_TILE - 1) // HEAD_TILE
     plain: tl.constexpr = WIDTH - 2 * PAIRS
+    first_plain: tl.constexpr = 2 * PAIRS if HALVES else 0
     token_places = tl.arange(0, TOKEN_TILE)
     head_places = tl.arange(0, HEAD_TILE)
     pair_places = tl.arange(0, PAIR_TILE)
@@ -83,21 +89,34 @@ def rope_kernel(
                 copied = row_there[:, :, None]
                 if plain - first < PLAIN_TILE:
                     copied = copied & (channels < plain)[None, None, :]
-                places = start + rows[:, :, None] + channels[None, None, :]
+                places = start + first_plain + rows[:, :, None] + channels[None, None, :]
                 tl.store(out_ptr + places, tl.load(x_ptr + places, mask=copied), mask=copied)
-        turning = row_there[:, :, None]
         known = there
         if PAIRS != PAIR_TILE:
-            turning = turning & (turning_places < 2 * PAIRS)[None, None, :]
             known = known & (pair_places < PAIRS)[None, :]
         table = tl.cast(token, tl.int64) * PAIRS + angles
         cos = tl.load(cos_ptr + table, mask=known, other=0.0)
         sin = tl.load(sin_ptr + table, mask=known, other=0.0)
         if INVERSE:
             sin = -sin
-        places = start + plain + rows[:, :, None] + turning_places[None, None, :]
-        x = tl.load(x_ptr + places, mask=turning, other=0.0)
-        tl.store(out_ptr + places, turned(x, cos, sin), mask=turning)
+        turning = row_there[:, :, None]
+        if HALVES:
+            if PAIRS != PAIR_TILE:
+                turning = turning & (pair_places < PAIRS)[None, None, :]
+            places = start + rows[:, :, None] + pair_places[None, None, :]
+            x = tl.load(x_ptr + places, mask=turning, other=0.0)
+            a = x.to(tl.float32)
+            b = tl.load(x_ptr + PAIRS + places, mask=turning, other=0.0).to(tl.float32)
+            c = cos[:, None, :]
+            s = sin[:, None, :]
+            tl.store(out_ptr + places, (a * c - b * s).to(x.dtype), mask=turning)
+            tl.store(out_ptr + PAIRS + places, (b * c + a * s).to(x.dtype), mask=turning)
+        else:
+            if PAIRS != PAIR_TILE:
+                turning = turning & (turning_places < 2 * PAIRS)[None, None, :]
+            places = start + plain + rows[:, :, None] + turning_places[None, None, :]
+            x = tl.load(x_ptr + places, mask=turning, other=0.0)
+            tl.store(out_ptr + places, turned(x, cos, sin), mask=turning)
 
 
 def key_of(pairs: int, size: int) -> tuple[int, int]:
@@ -105,7 +124,9 @@ def key_of(pairs: int, size: int) -> tuple[int, int]:
     return triton.next_power_of_2(pairs), size
 
 
-def constants_of(heads: int, width: int, pairs: int, rows: int, *, inverse: bool, copy: bool) -> dict[str, int | bool]:
+def constants_of(
+    heads: int, width: int, pairs: int, rows: int, *, inverse: bool, copy: bool, halves: bool = False
+) -> dict[str, int | bool]:
     """The constexprs of a launch, of a tile with so many rows, heads of one token first."""
     head_tile = min(triton.next_power_of_2(heads), rows)
     plain = max(width - 2 * pairs, 1)
@@ -113,6 +134,7 @@ def constants_of(heads: int, width: int, pairs: int, rows: int, *, inverse: bool
         "HEADS": heads,
         "WIDTH": width,
         "PAIRS": pairs,
+        "HALVES": halves,
         "INVERSE": inverse,
         "COPY": copy,
         "TOKEN_TILE": rows // head_tile,
@@ -123,24 +145,34 @@ def constants_of(heads: int, width: int, pairs: int, rows: int, *, inverse: bool
 
 
 def compilations(family: str) -> list[Compilation]:
-    """Every head count of the model and of its shares, both head widths, both forms; every tile of other pairs."""
+    """Every head count of the model and of its shares, both head widths, both forms; every tile of other pairs.
+
+    In halves the index vectors of V3.2, and every tile.
+    """
     model = product((1, 8, 16, 32, 64, 128), ((512, 32), (128, 32)), ("bf16", "fp32"), (False, True))
     found = [compilation(family, heads, *widths, dtype, copy, False) for heads, widths, dtype, copy in model]
     for pairs, size in TILES[family]:
         found.append(compilation(family, 3, 2 * pairs + 7, pairs, "fp16" if size == 2 else "fp32", True, False))
     for heads, width, pairs in ((64, 512, 32), (5, 20, 3), (40, 576, 32)):
         found.append(compilation(family, heads, width, pairs, "fp16", True, True))
+    for heads, dtype in product((1, 64), ("bf16", "fp32")):
+        found.append(compilation(family, heads, 128, 32, dtype, True, False, halves=True))
+    for pairs, size in TILES[family]:
+        dtype = "fp16" if size == 2 else "fp32"
+        found.append(compilation(family, 3, 2 * pairs + 7, pairs, dtype, True, False, halves=True))
     return found
 
 
-def compilation(family: str, heads: int, width: int, pairs: int, dtype: str, copy: bool, inverse: bool) -> Compilation:
+def compilation(
+    family: str, heads: int, width: int, pairs: int, dtype: str, copy: bool, inverse: bool, halves: bool = False
+) -> Compilation:
     """One of them."""
     pointers: dict[str, Any] = {"x_ptr": f"*{dtype}", "cos_ptr": "*fp32", "sin_ptr": "*fp32", "out_ptr": f"*{dtype}"}
     rows = TILES[family][key_of(pairs, 4 if dtype == "fp32" else 2)]["rows"]
     form = f"{'back' if inverse else 'forth'} {'copied' if copy else 'in place'}"
     return Compilation(
-        f"rope/{heads} x {width}, {pairs} pairs {dtype} {form}",
+        f"rope/{heads} x {width}, {pairs} pairs {dtype} {form}{' in halves' if halves else ''}",
         rope_kernel,
         {**pointers, "num_tokens": "i32"},
-        constants_of(heads, width, pairs, rows, inverse=inverse, copy=copy),
+        constants_of(heads, width, pairs, rows, inverse=inverse, copy=copy, halves=halves),
     )

@@ -9,14 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from dsacp_npu import backend, layer
+from dsacp_npu import backend, layer, mla_stack
+from dsacp_npu._geometry import with_tensors
 from dsacp_npu._triton_launch import has_hopper
 from dsacp_npu.compressor import CompressorWeights
+from dsacp_npu.fp8 import FP8Vectors, dequantized_fp8, quantized_fp8
 from dsacp_npu.layer import LayerCache
 from dsacp_npu.step import step_metadata
 from tests.cann.test_layer import KINDS, LEGAL, by_cut, float64_step, legal_world
-from tests.compare import assert_same, assert_within_budget
+from tests.compare import assert_same, assert_same_selection, assert_within_budget, scoring_noise
 from tests.kernels import harness
+from tests.kernels import test_mla_layer as v32
 from tests.kernels.attention_cases import attending
 from tests.kernels.test_layer import on_kernels
 from tests.layer_strategies import Cut, Kind
@@ -137,12 +140,35 @@ def test_the_hopper_kernel_on_the_same_lists(form: str, num_heads: int, bound: f
     case.check()
 
 
+@pytest.mark.parametrize("num_heads", ATTENTION_HEADS)
+def test_attention_over_latents_at_real_sizes(num_heads: int) -> None:
+    """V3.2's: 2048 tokens a query, some of them none. Every 37th query as in attention."""
+    cu_seqlens_q, seqused_kv, length = step_of(1)
+    table, softmax_scale = table_of(length, 1), 576**-0.5
+    parts = [normal(3, TOKENS, num_heads, 512), normal(4, TOKENS, num_heads, 64)]
+    parts += [normal(5, table.shape[1], PAGE, 512), normal(6, table.shape[1], PAGE, 64)]
+    noise = torch.rand(TOKENS, ENTRIES, generator=torch.Generator("cuda").manual_seed(7), device="cuda")
+    chosen = noise.topk(2048).indices.int()
+    chosen[:, ::5] = -1
+    chosen[37] = -1
+    ours, theirs = (backend.get(name).latent_attention for name in ("triton", "torch"))
+    got = same_bits(lambda: ours(*parts, table, chosen, cu_seqlens_q, seqused_kv, softmax_scale=softmax_scale))
+    some = torch.arange(0, TOKENS, 37)
+    plain = [part.cpu() for part in (*(part[some.cuda()] for part in parts[:2]), *parts[2:])]
+    lists = table.expand(len(some), -1).cpu(), chosen[some.cuda()].cpu()
+    rows = torch.arange(len(some) + 1).int(), (seqused_kv.cpu() - TOKENS + 1 + some).int()
+    want = theirs(*(part.double() for part in plain), *lists, *rows, softmax_scale=softmax_scale)
+    beside = theirs(*plain, *lists, *rows, softmax_scale=softmax_scale)
+    for mine, due, low, name in zip(got, want, beside, ("out", "lse"), strict=True):
+        assert_within_budget(mine[some.cuda()].cpu(), due, low, name)
+
+
 @pytest.mark.parametrize("num_heads", [1, 64])
 def test_rope_at_real_sizes(num_heads: int) -> None:
     x = normal(1, 4096, num_heads, 512)
     angles = torch.rand(4096, 32, device="cuda") * 6
     args = x, angles.cos(), angles.sin()
-    for name in ("apply_rope", "apply_inverse_rope"):
+    for name in ("apply_rope", "apply_inverse_rope", "apply_half_rope"):
         got = same_bits(lambda name=name: getattr(backend.get("triton"), name)(*args))
         assert_within_budget(
             got.cpu(),
@@ -152,22 +178,23 @@ def test_rope_at_real_sizes(num_heads: int) -> None:
         )
 
 
-def test_the_indexer_at_real_sizes() -> None:
+@pytest.mark.parametrize(("ratio", "index_topk"), [(4, 512), (1, 2048)])
+def test_the_indexer_at_real_sizes(ratio: int, index_topk: int) -> None:
     """The choice is the stable order's of the kernel's own scores; those are within the budget of plain float32."""
     ops = backend.get("triton")
-    cu_seqlens_q, seqused_kv, length = step_of(4)
-    table = table_of(length // 4, 1)
+    cu_seqlens_q, seqused_kv, length = step_of(ratio)
+    table = table_of(length // ratio, 1)
     q, weights, cache = normal(2, TOKENS, 64, 128), normal(3, TOKENS, 64), normal(4, table.shape[1], PAGE, 128)
-    keys = cache[table[0].long()].flatten(0, 1)[: length // 4]
+    keys = cache[table[0].long()].flatten(0, 1)[: length // ratio]
     scores = same_bits(lambda: ops.index_scores(q, weights, keys))
     reference = backend.get("torch").index_scores
     exact = reference(q.cpu()[:64].double(), weights.cpu()[:64].double(), keys.cpu().double())
     assert_within_budget(scores[:64].cpu(), exact, reference(q.cpu()[:64], weights.cpu()[:64], keys.cpu()))
-    sizes = {"compress_ratio": 4, "index_topk": 512}
+    sizes = {"compress_ratio": ratio, "index_topk": index_topk}
     got = same_bits(lambda: ops.lightning_indexer(q, weights, cache, table, cu_seqlens_q, seqused_kv, **sizes))
-    visible = (length - TOKENS + 1 + torch.arange(TOKENS, device="cuda")) // 4
+    visible = (length - TOKENS + 1 + torch.arange(TOKENS, device="cuda")) // ratio
     hidden = torch.arange(len(keys), device="cuda") >= visible[:, None]
-    order = scores.masked_fill(hidden, -torch.inf).sort(dim=1, descending=True, stable=True).indices[:, :512]
+    order = scores.masked_fill(hidden, -torch.inf).sort(dim=1, descending=True, stable=True).indices[:, :index_topk]
     assert torch.equal(got.long(), order)
 
 
@@ -370,3 +397,35 @@ def test_a_captured_graph_replays_over_steps() -> None:
             want = layer_(rows.cpu(), step, plain_caches[layer_.layer_idx]).float()
             error = (got[: len(rows)].cpu().float() - want).norm() / want.norm()
             assert error < 1e-2, (new_tokens, layer_.layer_idx, error)
+
+
+def test_the_indexer_reads_fp8_keys() -> None:
+    """A choice by codes, but where scores are nearer than bfloat16 tells apart: tensor cores add float8 in 14 bits."""
+    _, seqused_kv, length = step_of(1)
+    table = table_of(length, 1)
+    q, weights, keys = normal(2, 64, 64, 128), normal(3, 64, 64), normal(4, table.shape[1], PAGE, 128)
+    cache, sizes = quantized_fp8(keys), {"compress_ratio": 1, "index_topk": 2048}
+    rows = torch.tensor([0, 64], dtype=torch.int32, device="cuda"), seqused_kv
+    call = backend.get("triton").lightning_indexer
+    got = same_bits(lambda: call(q, weights, cache, table, *rows, **sizes)).cpu()
+    plain = FP8Vectors(cache.values.cpu(), cache.scales.cpu())
+    lists = table.cpu(), *(part.cpu() for part in rows)
+    due = backend.get("torch").lightning_indexer(q.cpu(), weights.cpu(), plain, *lists, **sizes)
+    decoded = dequantized_fp8(quantized_fp8(q.cpu()))
+    in_order = dequantized_fp8(plain)[table.cpu()[0].long()].flatten(0, 1)[:length]
+    score = backend.get("torch").index_scores
+    exact = score(decoded.double(), weights.cpu().double(), in_order.double()).numpy()
+    short = score(decoded.bfloat16(), weights.cpu(), in_order.bfloat16()).bfloat16()
+    assert_same_selection(got, due, exact, scoring_noise(exact, short))
+
+
+@pytest.mark.parametrize("split", ["zigzag", "round_robin"])
+def test_a_v32_stack_over_ranks(split: str) -> None:
+    """All ranks of a stack on one GPU, rows scattered, experts shared: what one device of the mirror gives."""
+    weights, ids, step, caches = v32.small_stack()
+    whole = mla_stack.mla_stack(ids, weights, caches, step, v32.CONFIG)
+    on_gpu = with_tensors((weights, [caches] * 2), lambda tensor: tensor.cuda())
+    options = {"split": split, "experts": "split", "backend": backend.get("triton")}
+    got = mla_stack.mla_stack_over_ranks(ids.cuda(), *on_gpu, step, v32.CONFIG, **options)
+    for logits in got.logits:
+        assert v32.close(logits.cpu(), whole.logits)
