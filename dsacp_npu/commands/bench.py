@@ -2,7 +2,8 @@
 
 Numbers of one run belong together: a machine's speed drifts, so every rate stands beside a float32 matrix multiply
 timed just before and after it, and ratios are what to quote. Needs numpy only; the sections of the mirror
-(`bench_torch`, `bench_ranks`, `bench_swap`) need torch, and are left out without it. Nothing here is a test.
+(`bench_torch`, `bench_ranks`, `bench_swap`, `bench_splits`) need torch, and are left out without it. Nothing here is a
+test.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from dsacp_ref import attention, extents, indexer
-from dsacp_ref.spec import check_choice, check_int
+from dsacp_ref.spec import check_choice, check_int, contract_error
 
 # One V4-Flash layer.
 HEADS, HEAD_DIM, WINDOW = 64, 512, 128
@@ -48,7 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="cpu",
         help="cuda: the Triton kernels on an NVIDIA GPU, 4096 queries whatever --tokens says (default cpu)",
     )
-    names = sorted({*SECTIONS, *CUDA_SECTIONS})
+    parser.add_argument(
+        "--trace", metavar="FILE", help="splits: also count batches of this service's requests, as `parity --trace`"
+    )
+    names = sorted({*SECTIONS, *COUNTED_SECTIONS, *CUDA_SECTIONS})
     parser.add_argument("--only", choices=names, action="append", help="sections to run (default all of the device's)")
 
 
@@ -56,15 +60,21 @@ def run(args: argparse.Namespace) -> int:
     """Print the tables."""
     tokens = check_int("--tokens", args.tokens, BLOCK)
     repeats = check_int("--repeats", args.repeats, 1)
-    sections = CUDA_SECTIONS if args.device == "cuda" else tuple(SECTIONS)
+    sections = CUDA_SECTIONS if args.device == "cuda" else (*SECTIONS, *COUNTED_SECTIONS)
     for name in args.only or ():
         check_choice(f"--only with --device {args.device}", name, sections)
+    chosen = args.only or sections
+    if args.trace is not None and "splits" not in chosen:
+        raise contract_error("--trace", "be given with section splits", f"sections {', '.join(chosen)}")
     if args.device == "cuda":
         return int(import_module("dsacp_npu.commands.bench_cuda").run(args.only))
     print(f"numpy {np.__version__}, Python {platform.python_version()}, {platform.machine()}; random float32 data")
-    for name in args.only or SECTIONS:
+    for name in chosen:
         print()
-        SECTIONS[name](tokens, repeats)
+        if name in COUNTED_SECTIONS:
+            COUNTED_SECTIONS[name](args.trace)
+        else:
+            SECTIONS[name](tokens, repeats)
     return 0
 
 
@@ -278,6 +288,16 @@ def of_the_mirror(name: str, module: str = "bench_torch") -> Callable[[int, int]
     return section
 
 
+def splits(trace: str | None) -> None:
+    """How evenly splits share work, counted; needs torch, which is imported when it is due."""
+    try:
+        found = import_module("dsacp_npu.commands.bench_splits")
+    except ImportError as error:
+        print(f"splits is left out: {error}")
+    else:
+        found.splits(trace)
+
+
 SECTIONS: dict[str, Callable[[int, int], None]] = {
     "core": core,
     "dense": dense,
@@ -288,4 +308,6 @@ SECTIONS: dict[str, Callable[[int, int], None]] = {
     "torch-swap": of_the_mirror("swap", "bench_swap"),
 }
 
-CUDA_SECTIONS = ("attention", "indexer", "metadata", "rows")  # of `bench_cuda`
+COUNTED_SECTIONS: dict[str, Callable[[str | None], None]] = {"splits": splits}  # by the file given with --trace
+
+CUDA_SECTIONS = ("attention", "indexer", "latents", "metadata", "rows")  # of `bench_cuda`

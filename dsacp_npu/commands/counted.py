@@ -11,18 +11,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from dsacp_npu import distributed
+from dsacp_npu import distributed, distributed_mla
 from dsacp_npu._layer_parts import Torch
 from dsacp_npu._tensors import Float, Int32, torch
 from dsacp_npu.attention import AttentionOutput
+from dsacp_npu.block import ExpertWeights
 from dsacp_npu.compressor import CompressorWeights
 from dsacp_npu.distributed import Ranks
 from dsacp_npu.extents import local_extents, query_positions
+from dsacp_npu.fp8 import encoded_latents, quantized_fp8
 from dsacp_npu.indexer import IndexerWeights
 from dsacp_npu.layer import LayerBatch, LayerCache, LayerWeights, empty_cache
+from dsacp_npu.mla_layer import MLABatch, MLACache, MLAIndexerWeights, MLAWeights
+from dsacp_npu.mla_stack import MLABlockWeights, StackWeights
 from dsacp_npu.partition import partition_tokens
 from dsacp_npu.visibility import visible_entries, window_starts
 from dsacp_ref.config import AttentionConfig
+from dsacp_ref.mla_config import MLAConfig
 
 BLOCK = 128  # rows a block of every cache
 
@@ -99,6 +104,46 @@ def work_of_ranks(
         attended = entries.clamp(max=config.index_topk) if compress_ratio == 4 else entries
         work.keys.append(int(window.sum()) + int(attended.sum()))
         work.scores.append(int(scored.sum()))
+    return work
+
+
+def mla_work_of_ranks(query_start_loc: Int32, seq_lens: Int32, cp_size: int, config: MLAConfig, *, split: str) -> Work:
+    """The work of every rank in one step of a V3.2 layer, from where the plan puts its queries.
+
+    A query at position p is scored against the p + 1 tokens up to its own and attends to at most K = index_topk of
+    them: the first K - 1 queries miss K - 1, K - 2, .. 1. What follows for one request of T tokens without a prefix
+    over P ranks, B = T / 2P tokens a zigzag block, busiest rank over mean::
+
+        all queries attend to       T K - K (K - 1) / 2
+        contiguous                  K / (K - K (K - 1) / 2T)              if the last rank misses none: T - 2B >= K - 1
+        zigzag                      (K - d / 2B) / (K - K (K - 1) / 2T)   if no second block does: T / 2 >= K - 1
+
+    There d is what the last rank's first block misses, less than any other's. It starts at (P - 1) B, so its first
+    query misses n = max(K - 1 - (P - 1) B, 0), the next one less: d = m n - m (m - 1) / 2 for m = min(n, B). With
+    (P - 1) B >= K - 1 it misses nothing, and zigzag is no better than contiguous.
+
+    Args:
+        query_start_loc: int32[num_reqs + 1], global.
+        seq_lens: int32[num_reqs], global.
+        cp_size: int, the number of ranks.
+        config: MLAConfig.
+        split: str, the rule.
+
+    Returns:
+        Work: keys are latents, scores are of index keys.
+
+    >>> from dsacp_ref.mla_config import v32
+    >>> lengths = torch.tensor([0, 4], dtype=torch.int32), torch.tensor([3000], dtype=torch.int32)
+    >>> mla_work_of_ranks(*lengths, 2, v32(), split="contiguous")
+    Work(keys=[4096, 4096], scores=[5995, 5999])
+    """
+    work = Work([], [])
+    for rank in range(cp_size):
+        extents = local_extents(query_start_loc, seq_lens, cp_size, rank, split=split)
+        num_rows = int(extents.cu_seqlens_q[-1])
+        visible = visible_entries(query_positions(extents.cu_seqlens_q, extents.seqused_kv, num_rows=num_rows), 1)
+        work.keys.append(int(visible.clamp(max=config.index_topk).sum()))
+        work.scores.append(int(visible.sum()))
     return work
 
 
@@ -183,7 +228,7 @@ class Shapes(Torch):
         """An output like the queries."""
         return AttentionOutput(torch.empty_like(q), q.new_empty(q.shape[:2]))
 
-    window_attention = all_entries_attention = selected_attention = attended
+    window_attention = all_entries_attention = selected_attention = latent_attention = attended
 
     @staticmethod
     def lightning_indexer(index_q: Float, *args: Any, index_topk: int, **options: Any) -> Int32:
@@ -247,6 +292,101 @@ def received_bytes(
             backend=backend,
         )
     return received
+
+
+def mla_received_bytes(
+    query_start_loc: Int32,
+    cp_size: int,
+    cp_rank: int,
+    config: MLAConfig,
+    *,
+    dtype: torch.dtype,
+    split: str,
+    experts: str,
+    fp8: bool = False,
+) -> list[Received]:
+    """What one rank receives in one step of a stack of one V3.2 layer, call by call, at these sizes.
+
+    Args:
+        query_start_loc: int32[num_reqs + 1], global, of prompts without prefixes.
+        cp_size, cp_rank: ints, the number of ranks, and which.
+        config: MLAConfig, the sizes.
+        dtype: of rows, weights and caches.
+        split, experts: as `dsacp_npu.mla_stack.mla_stack_over_ranks`.
+        fp8: bool; True for caches in FP8.
+
+    Returns:
+        list of Received, in the order of the calls: keys, what experts need, each request's last row.
+
+    Raises:
+        UnsupportedError: ranks that cannot share the experts.
+
+    >>> from dsacp_ref.mla_config import v32
+    >>> lengths, modes = torch.tensor([0, 1024], dtype=torch.int32), {"split": "zigzag", "experts": "split"}
+    >>> calls = mla_received_bytes(lengths, 8, 0, v32(), dtype=torch.bfloat16, **modes)
+    >>> [call.num_bytes / 2**10 for call in calls]
+    [1232.0, 12544.0, 12544.0, 98.0]
+    """
+
+    def matrix(*shape: int) -> Float:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    weights = one_layer_stack(config, cp_size, matrix)
+    num_tokens = int(query_start_loc[-1])
+    lengths = query_start_loc[1:] - query_start_loc[:-1]
+    blocks = -(-num_tokens // BLOCK)  # enough for each request: which rows of the cache are written does not matter
+    table = torch.arange(blocks, dtype=torch.int32).repeat(len(lengths), 1)
+    token_ids = torch.empty(num_tokens, dtype=torch.int32, device="meta")
+    backend: Any = Shapes
+    with counted_transport(None) as received:
+        distributed_mla.mla_stack_over_ranks_(
+            token_ids,
+            weights,
+            [mla_cache(config, blocks, matrix, fp8)],
+            MLABatch(query_start_loc, lengths, table),
+            config,
+            Ranks(NoGroup(cp_size, cp_rank), cp_size, cp_rank),
+            split=split,
+            experts=experts,
+            backend=backend,
+        )
+    return received
+
+
+def one_layer_stack(config: MLAConfig, cp_size: int, matrix: Any) -> StackWeights:
+    """Weights of a stack of one layer, ``matrix(*shape)`` each; what does not travel is as narrow as it can be."""
+    hidden, heads, lora, latent = config.hidden_size, config.num_heads, config.q_lora_rank, config.kv_lora_rank
+    width = config.index_head_dim
+    indexer = MLAIndexerWeights(
+        matrix(config.index_n_heads * width, lora),
+        matrix(width, hidden),
+        matrix(width),
+        matrix(width),
+        matrix(config.index_n_heads, hidden),
+    )
+    attention = MLAWeights(
+        matrix(lora, hidden),
+        matrix(lora),
+        matrix(heads * (config.nope_head_dim + config.rope_head_dim), lora),
+        matrix(latent + config.rope_head_dim, hidden),
+        matrix(latent),
+        matrix(heads, config.nope_head_dim, latent),
+        matrix(heads, config.v_head_dim, latent),
+        matrix(hidden, heads * config.v_head_dim),
+        indexer,
+    )
+    experts = ExpertWeights(matrix(cp_size, hidden), matrix(cp_size, hidden), matrix(hidden, cp_size))
+    block = MLABlockWeights(matrix(hidden), attention, matrix(hidden), experts)
+    return StackWeights(matrix(1, hidden), (block,), matrix(hidden), matrix(1, hidden))
+
+
+def mla_cache(config: MLAConfig, blocks: int, matrix: Any, fp8: bool) -> MLACache:
+    """A cache of so many blocks, ``matrix(*shape)`` each."""
+    widths = config.kv_lora_rank, config.rope_head_dim, config.index_head_dim
+    latents, rope_keys, index_keys = (matrix(blocks, BLOCK, width) for width in widths)
+    if fp8:
+        return MLACache(encoded_latents(latents, rope_keys), None, quantized_fp8(index_keys))
+    return MLACache(latents, rope_keys, index_keys)
 
 
 def empty_weights(config: AttentionConfig, compress_ratio: int, dtype: torch.dtype) -> LayerWeights:
