@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 from dsacp_npu._tensors import FLOATS, LOW_PRECISION, Float, check_torch, dtype_name, torch
 from dsacp_npu.quant import QuantizedWeight, quantized_weight
 from dsacp_ref.config import AttentionConfig
+from dsacp_ref.mla_config import MLAConfig
 from dsacp_ref.spec import ContractError, contract_error
 
 __all__ = ["Held", "load_attention"]
@@ -62,6 +63,21 @@ KEYS = {
         for ours, (own, hf) in POOL.items()
     },
 }
+# V3.2's checkpoint and transformers spell alike; wkv_b is w_uk and w_uv of each head one after the other.
+MLA_KEYS = {
+    "wq_a": "q_a_proj.weight",
+    "q_norm": "q_a_layernorm.weight",
+    "wq_b": "q_b_proj.weight",
+    "wkv_a": "kv_a_proj_with_mqa.weight",
+    "kv_norm": "kv_a_layernorm.weight",
+    "wkv_b": "kv_b_proj.weight",
+    "wo": "o_proj.weight",
+    "indexer.wq_b": "indexer.wq_b.weight",
+    "indexer.wk": "indexer.wk.weight",
+    "indexer.k_norm": "indexer.k_norm.weight",
+    "indexer.k_norm_bias": "indexer.k_norm.bias",
+    "indexer.weights_proj": "indexer.weights_proj.weight",
+}
 
 
 @dataclass(frozen=True)
@@ -92,7 +108,7 @@ class Held:
 class AttentionLayer(Protocol):
     """What `load_attention` asks of a module. `assign` copies into the parameter, and casts to its dtype."""
 
-    config: AttentionConfig
+    config: AttentionConfig | MLAConfig
     layer_idx: int
     w8a8: bool
 
@@ -112,7 +128,8 @@ class Stored(NamedTuple):
 class Spelling(NamedTuple):
     """How a checkpoint writes the keys of a layer."""
 
-    root: str  # in front of "layers." and "mtp."
+    root: str  # in front of "layers." and of ``drafts``
+    drafts: str | None  # in front of a draft layer's number among its like; None where it is numbered on in "layers."
     block: str  # the attention block's name in a layer
     keys: Mapping[str, tuple[str, ...]]  # by our name: the key, then others that mean the same
     block_scale: str  # end of the key of a float8 weight's scales
@@ -154,13 +171,17 @@ def _spelling(root: str, transformers: bool) -> Spelling:
     """One of the spellings that are understood."""
     keys: dict[str, tuple[str, ...]] = {ours: (both[transformers],) for ours, both in KEYS.items()}
     if transformers:
-        return Spelling(root, "self_attn.", keys, ".weight_scale_inv")
+        return Spelling(root, "mtp.", "self_attn.", keys, ".weight_scale_inv")
     # transformers 5.24 renames too much in save_pretrained(save_original_format=True), and reads both itself
     keys["kv_norm"] = ("kv_norm.weight", "norm.weight")
-    return Spelling(root, "attn.", keys, ".scale")
+    return Spelling(root, "mtp.", "attn.", keys, ".scale")
 
 
-SPELLINGS = [_spelling(root, transformers) for transformers in (False, True) for root in ("", "model.")]
+SPELLINGS = tuple(_spelling(root, transformers) for transformers in (False, True) for root in ("", "model."))
+MLA_SPELLINGS = tuple(
+    Spelling(root, None, "self_attn.", {ours: (key,) for ours, key in MLA_KEYS.items()}, ".weight_scale_inv")
+    for root in ("", "model.")
+)
 
 
 def load_attention(
@@ -177,7 +198,8 @@ def load_attention(
         int8 and a scale a row            refused                      as it is
 
     Args:
-        layers: attention modules, such as `dsacp_npu.module.DSAttention`, each already of its rank's share.
+        layers: attention modules of one model, `dsacp_npu.module.DSAttention` or `dsacp_npu.mla_module.MLAttention`,
+            each already of its rank's share.
         source: a folder with ``*.safetensors`` files, with or without ``model.safetensors.index.json``; one such file;
             or a mapping of keys to tensors, such as a ``state_dict``.
         prefix: str, what stands before ``layers.`` (or ``model.layers.``) in the keys, with its dot.
@@ -188,7 +210,7 @@ def load_attention(
             modules are filled.
         ImportError: a file is to be read, and safetensors is not installed.
 
-    Source: the keys of the DeepSeek-V4 checkpoint; ``deepseek_v4`` in transformers 5.24.
+    Source: the keys of the DeepSeek-V4 and V3.2 checkpoints; ``deepseek_v4`` and ``deepseek_v32`` in transformers 5.24.
 
     >>> load_attention([], {})
     Traceback (most recent call last):
@@ -197,13 +219,13 @@ def load_attention(
     modules = checked_layers(layers)
     if not isinstance(prefix, str) or (prefix and not prefix.endswith(".")):
         raise contract_error("prefix", "be a str that is empty or ends with a dot", repr(prefix), "such as 'language.'")
-    stored = stored_tensors(source, tuple(block_of(layer, s, prefix) for layer in modules for s in SPELLINGS))
+    stored = stored_tensors(source, tuple(block_of(layer, s, prefix) for layer in modules for s in spellings_of(layer)))
     found = [spelling_of(layer, stored, prefix) for layer in modules]
-    usual = next((spelling for spelling in found if spelling), SPELLINGS[0])
+    usual = next((spelling for spelling in found if spelling), None)
     faults = Faults()
     weights = []
     for layer, spelling in zip(modules, found, strict=True):
-        weights += LayerKeys(layer, stored, spelling or usual, prefix, faults).weights()
+        weights += LayerKeys(layer, stored, spelling or usual or spellings_of(layer)[0], prefix, faults).weights()
     if not any(found):
         faults.hints["no key at all is of these layers: prefix is what stands before 'layers.' in the keys"] = None
     faults.refuse()
@@ -224,18 +246,24 @@ def checked_layers(layers: Iterable[AttentionLayer]) -> list[AttentionLayer]:
 # --- keys ---
 
 
+def spellings_of(layer: AttentionLayer) -> tuple[Spelling, ...]:
+    """The ways in which the keys of such a layer are spelled."""
+    return MLA_SPELLINGS if isinstance(layer.config, MLAConfig) else SPELLINGS
+
+
 def block_of(layer: AttentionLayer, spelling: Spelling, prefix: str) -> str:
     """What the keys of a layer's attention begin with."""
     drafts_from = layer.config.num_hidden_layers
     number = layer.layer_idx
-    path = f"layers.{number}" if number < drafts_from else f"mtp.{number - drafts_from}"
+    apart = spelling.drafts is not None and number >= drafts_from
+    path = f"{spelling.drafts}{number - drafts_from}" if apart else f"layers.{number}"
     return f"{prefix}{spelling.root}{path}.{spelling.block}"
 
 
 def spelling_of(layer: AttentionLayer, stored: Mapping[str, Stored], prefix: str) -> Spelling | None:
     """How this layer's keys are spelled; None where it has none."""
     firsts: dict[str, Spelling] = {}
-    for spelling in SPELLINGS:
+    for spelling in spellings_of(layer):
         block = block_of(layer, spelling, prefix)
         if key := next((key for key in stored if key.startswith(block)), None):
             firsts[key] = spelling
@@ -297,7 +325,8 @@ class LayerKeys:
             self.left.pop(f"{stem}.{companion}", None)
         ours = f"a w8a8 module has {', '.join(INT8_WEIGHTS)} in int8"
         fix = ours if self.layer.w8a8 else "build the module with w8a8=True"
-        self.faults.add("of a wrong dtype", f"{key} is int8", f"{fix}, or load float weights")
+        hint = "load float weights" if isinstance(self.layer.config, MLAConfig) else f"{fix}, or load float weights"
+        self.faults.add("of a wrong dtype", f"{key} is int8", hint)
         return None
 
     def typed_scales(self, key: str, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str]) -> Stored | None:

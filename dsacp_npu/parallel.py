@@ -23,9 +23,10 @@ from dsacp_npu.backend import Backend
 from dsacp_npu.partition import checked_ranks
 from dsacp_ref.config import AttentionConfig, ParallelConfig, Topology, check_combination
 from dsacp_ref.config import topology as topology_of
+from dsacp_ref.mla_config import MLAConfig
 from dsacp_ref.spec import UnsupportedError, check_record, contract_error
 
-__all__ = ["Parallel", "check_model", "parallel_of"]
+__all__ = ["Parallel", "check_mla_model", "check_model", "parallel_of"]
 
 dist = torch.distributed
 logger = logging.getLogger("dsacp_npu")
@@ -175,6 +176,51 @@ of heads
         check_indexer(parallel, config)
         check_layers(parallel, config)
         check_backend(parallel.options, backend)
+
+
+def check_mla_model(parallel: Parallel, config: MLAConfig, backend: Backend | None = None) -> None:
+    """Refuse options that a V3.2 model cannot do, naming the flags.
+
+    There is one way to run it over ranks, and any split rule: a rank projects its own rows and gathers the keys
+    (``gather_kv``), and has all heads and the whole output weight (``replicated_weight``). Looked at where context
+    parallelism is asked for.
+
+    Args:
+        parallel: Parallel.
+        config: MLAConfig of the model.
+        backend: the functions that its layers use; None is torch.
+
+    Raises:
+        ContractError: an argument of another type.
+        UnsupportedError: ranks that split heads in every step, or another key or output mode.
+
+    >>> from dsacp_ref.mla_config import v32
+    >>> flags = ["--enable_dsa_cp", "--dsa_cp_key_mode=gather_kv", "--dsa_cp_output_mode=replicated_weight"]
+    >>> check_mla_model(parallel_of(flags, tp=Ranks(None, 8, 0)), v32())
+    >>> check_mla_model(parallel_of({"enable_dsa_cp": True}, tp=Ranks(None, 8, 0)), v32())
+    Traceback (most recent call last):
+    dsacp_ref.spec.UnsupportedError: dsa_cp_key_mode must be 'gather_kv' for a V3.2 model, got 'replicate'; every rank \
+projects the keys of its own rows
+    """
+    check_record("parallel", parallel, Parallel)
+    check_record("config", config, MLAConfig)
+    if backend is not None:
+        check_record("backend", backend, Backend)
+    if parallel.tp is not None:
+        raise UnsupportedError(
+            f"tp_size must be 1 for a V3.2 model, got {parallel.tp_size}; its attention has whole weights on every "
+            "rank: set enable_dsa_cp to split tokens over these ranks"
+        )
+    options = parallel.options
+    if not options.asks_for_cp:
+        return
+    for name, due, why in (
+        ("key_mode", "gather_kv", "every rank projects the keys of its own rows"),
+        ("output_mode", "replicated_weight", "every rank has the whole output weight"),
+    ):
+        got = getattr(options, f"dsa_cp_{name}")
+        if got != due:
+            raise UnsupportedError(f"dsa_cp_{name} must be {due!r} for a V3.2 model, got {got!r}; {why}")
 
 
 # --- options and groups ---

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
-from dsacp_npu.caches import Caches
+from dsacp_npu._request_book import RequestBook
 from dsacp_ref.spec import UnsupportedError, contract_error
 
 
@@ -31,7 +31,7 @@ class RequestLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     supports_early_init = False
 
-    def __init__(self, caches: Caches, request: Generated) -> None:
+    def __init__(self, caches: RequestBook[Any], request: Generated) -> None:
         """Open the request."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.caches, self.request = caches, request
@@ -65,13 +65,13 @@ class RequestLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     batch_repeat_interleave = batch_select_indices = offload = prefetch = refused
 
 
-def close_if_open(caches: Caches, request: Generated) -> None:
+def close_if_open(caches: RequestBook[Any], request: Generated) -> None:
     """End a request, unless somebody has closed it by hand."""
     if request in caches.requests:
         caches.close(request)
 
 
-def adopt(cache: Any, caches: Caches, num_layers: int, number: int) -> RequestLayer:
+def adopt(cache: Any, caches: RequestBook[Any], num_layers: int, number: int) -> RequestLayer:
     """Make an empty cache object stand for a new request.
 
     Raises:
@@ -89,7 +89,7 @@ def adopt(cache: Any, caches: Caches, num_layers: int, number: int) -> RequestLa
     return layer
 
 
-def request_layer(cache: Any, caches: Caches) -> RequestLayer | None:
+def request_layer(cache: Any, caches: RequestBook[Any]) -> RequestLayer | None:
     """The request that a cache object stands for in these caches; None when it stands for none yet."""
     layers = getattr(cache, "layers", None)
     if layers and isinstance(layers[0], RequestLayer) and layers[0].caches is caches:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from dsacp_npu._tensors import dtype_name, torch
-from dsacp_npu.loading import KEYS
+from dsacp_npu.loading import KEYS, MLA_KEYS
 from dsacp_ref.spec import UnsupportedError, contract_error
 
-# Our parameter -> theirs, inside one attention block; a block without compressor or indexer has fewer.
-NAMES = {ours: theirs for ours, (_, theirs) in KEYS.items()}
+# Our parameter -> theirs, inside one attention block, by model type; not every V4 block has compressor and indexer.
+NAMES = {"deepseek_v4": {ours: theirs for ours, (_, theirs) in KEYS.items()}, "deepseek_v32": MLA_KEYS}
+# What we see with an axis more than they: theirs lies group by group, or head by head.
+STACKED = {"deepseek_v4": ("wo_a", "o_groups"), "deepseek_v32": ("wkv_b", "num_attention_heads")}
 
 
 class Place(NamedTuple):
@@ -33,14 +36,15 @@ def block_weights(block: Any, layer_idx: int) -> dict[str, torch.Tensor]:
     Raises:
         UnsupportedError: a block that has other weights than transformers' own, such as an adapter's or a quantizer's.
     """
-    theirs = dict(block.named_parameters())
-    weights = {ours: theirs.pop(name).detach() for ours, name in NAMES.items() if name in theirs}
+    theirs, kind = dict(block.named_parameters()), block.config.model_type
+    weights = {ours: theirs.pop(name).detach() for ours, name in NAMES[kind].items() if name in theirs}
     if theirs:
         raise UnsupportedError(
-            f"model: layer {layer_idx} must have the attention weights of transformers' deepseek_v4 and no others, got "
+            f"model: layer {layer_idx} must have the attention weights of transformers' {kind} and no others, got "
             f"{', '.join(sorted(theirs))}; merge or take off adapters and quantizers first"
         )
-    weights["wo_a"] = weights["wo_a"].unflatten(0, (block.config.o_groups, -1))  # theirs lie group by group
+    name, count = STACKED[kind]
+    weights[name] = weights[name].unflatten(0, (getattr(block.config, count), -1))
     return weights
 
 
@@ -53,8 +57,8 @@ def places_of(block: Any) -> list[Place]:
     return found
 
 
-def fill_(attention: Any, weights: dict[str, torch.Tensor]) -> None:
-    """Give our module, which has no memory yet, this rank's part of every weight as a view.
+def fill_(attention: Any, weights: dict[str, torch.Tensor], names: Mapping[str, str]) -> None:
+    """Give our module, which has no memory yet, this rank's part of every weight as a view; ``names`` are theirs.
 
     Raises:
         ContractError: a shape or a dtype that the module does not have.
@@ -63,12 +67,12 @@ def fill_(attention: Any, weights: dict[str, torch.Tensor]) -> None:
     for name, held in attention.held().items():
         full = weights[name]
         if tuple(full.shape) != tuple(held.shape):
-            raise contract_error(f"the model's {NAMES[name]}", f"have shape {list(held.shape)}", list(full.shape))
+            raise contract_error(f"the model's {names[name]}", f"have shape {list(held.shape)}", list(full.shape))
         own = attention.get_parameter(name).dtype
-        if full.dtype != own:
+        if full.dtype != own and name not in attention.any_float:
             hint = "load the model with from_pretrained(dtype=...), which keeps norms, sinks and biases in float32"
             raise contract_error(
-                f"the model's {NAMES[name]}", f"have dtype {str(own).removeprefix('torch.')}", dtype_name(full), hint
+                f"the model's {names[name]}", f"have dtype {str(own).removeprefix('torch.')}", dtype_name(full), hint
             )
         parts[name] = full[held.index]
     attention.load_state_dict(parts, assign=True)  # its own `assign` copies

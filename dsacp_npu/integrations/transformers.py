@@ -1,4 +1,4 @@
-"""transformers' `DeepseekV4ForCausalLM` with this attention in it.
+"""transformers' `DeepseekV4ForCausalLM` or `DeepseekV32ForCausalLM` with this attention in it.
 
 ::
 
@@ -19,7 +19,7 @@ Over ranks every process holds the whole model and runs it on the whole stream; 
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from typing import Any, NamedTuple, NoReturn
@@ -29,10 +29,14 @@ from dsacp_npu._tensors import torch
 from dsacp_npu.backend import Backend
 from dsacp_npu.caches import Caches, PagedCache
 from dsacp_npu.integrations import _transformers_weights as weights
+from dsacp_npu.mla_caches import MLACaches, PagedMLACache
+from dsacp_npu.mla_module import MLAttention
+from dsacp_npu.mla_step import MLAStep, mla_step_metadata
 from dsacp_npu.module import DSAttention
 from dsacp_npu.parallel import Parallel, parallel_of
 from dsacp_npu.step import StepMetadata, step_metadata
 from dsacp_ref.config import AttentionConfig
+from dsacp_ref.mla_config import MLAConfig
 from dsacp_ref.spec import UnsupportedError, check_record, contract_error
 
 __all__ = ["Session", "Step", "disable", "enable"]
@@ -51,12 +55,27 @@ class Step(NamedTuple):
     Fields:
         position_ids: int64[1, num_tokens], on the model's device.
         rows: request -> slice of its tokens in the row.
-        metadata: StepMetadata for all layers.
+        metadata: StepMetadata or MLAStep for all layers.
     """
 
     position_ids: torch.Tensor
     rows: dict[Hashable, slice]
-    metadata: StepMetadata
+    metadata: StepMetadata | MLAStep
+
+
+class Family(NamedTuple):
+    """What differs between the models that can be enabled."""
+
+    config: Callable[[dict[str, Any]], Any]
+    attention: type[DSAttention] | type[MLAttention]
+    caches: type[Caches] | type[MLACaches]
+    step_metadata: Callable[..., StepMetadata | MLAStep]
+
+
+FAMILIES = {
+    "deepseek_v4": Family(AttentionConfig.from_json, DSAttention, Caches, step_metadata),
+    "deepseek_v32": Family(MLAConfig.from_json, MLAttention, MLACaches, mla_step_metadata),
+}
 
 
 class Swapped(NamedTuple):
@@ -85,17 +104,17 @@ class Session(NotCopied):
     """The requests of an enabled model.
 
     Fields:
-        caches: Caches, to fork, roll back, reset and measure requests.
-        attentions: DSAttention of every layer.
+        caches: Caches, or MLACaches of a V3.2 model, to fork, roll back, reset and measure requests.
+        attentions: DSAttention or MLAttention of every layer.
     """
 
-    def __init__(self, caches: Caches, attentions: list[DSAttention]) -> None:
+    def __init__(self, caches: Any, attentions: list[Any], family: Family) -> None:
         """Made by `enable`."""
-        self.caches, self.attentions = caches, attentions
+        self.caches, self.attentions, self.family = caches, attentions, family
         self.places: list[weights.Place] = []
         self.current: Step | None = None
         self.numbers = count(1)
-        self.device = caches[0].tensors.swa_cache.device
+        self.device = caches[0].tensors[0].device
 
     @contextmanager
     def step(self, new_tokens: Mapping[Any, int]) -> Iterator[Step]:
@@ -140,7 +159,7 @@ class Session(NotCopied):
 
     def planned(self, new_tokens: Mapping[Any, int]) -> Step:
         """The step of requests that are open."""
-        metadata = step_metadata(self.attentions, self.caches, new_tokens)
+        metadata = self.family.step_metadata(self.attentions, self.caches, new_tokens)
         positions, rows, start = [], {}, 0
         for request, num_new in new_tokens.items():
             before = self.caches.num_computed_tokens(request)
@@ -196,19 +215,16 @@ def enable(
     max_requests: int = 8,
     parallel: Parallel | None = None,
     backend: Backend | None = None,
-    block_size: int = 128,
-    cmp_block_size: int = 128,
-    spare_rows: int = 0,
-    int8_index_cache: bool = False,
+    **cache_options: Any,
 ) -> Session:
     """Put this attention into a model, until `disable`.
 
     Args:
-        model: DeepseekV4ForCausalLM or DeepseekV4Model, in eval mode when it is called.
-        num_tokens, max_requests: of the caches, see `Caches`: a step that does not fit is refused, and says so.
-        block_size, cmp_block_size, spare_rows, int8_index_cache: of the caches too.
+        model: DeepseekV4ForCausalLM or DeepseekV32ForCausalLM, or the model inside; in eval mode when it is called.
+        num_tokens, max_requests: of the caches: a step that does not fit is refused, and says so.
         parallel: how the attention is split; None is one rank.
         backend: other functions than torch's, see `dsacp_npu.backend`.
+        cache_options: what else `Caches` takes, or `MLACaches` for V3.2, such as ``block_size``.
 
     Returns:
         Session.
@@ -228,23 +244,21 @@ def enable(
             f"dsa_cp_rows must be full here, got {parallel.options.dsa_cp_rows}; each rank runs the whole stream "
             "outside of the attention"
         )
-    config = AttentionConfig.from_json(inner.config.to_dict())
+    family = FAMILIES[inner.config.model_type]
+    config = family.config(inner.config.to_dict())
     blocks = [layer.self_attn for layer in inner.layers]
-    attentions = [attention_of(block, i, config, parallel, backend) for i, block in enumerate(blocks)]
+    attentions = [attention_of(block, i, config, family, parallel, backend) for i, block in enumerate(blocks)]
     like = blocks[0].q_a_proj.weight
-    caches = Caches(
+    caches = family.caches(
         config,
         range(len(blocks)),
         num_tokens=num_tokens,
         max_requests=max_requests,
-        block_size=block_size,
-        cmp_block_size=cmp_block_size,
-        spare_rows=spare_rows,
         dtype=str(like.dtype).removeprefix("torch."),
         device=like.device,
-        int8_index_cache=int8_index_cache,
+        **cache_options,
     )
-    session = Session(caches, attentions)
+    session = Session(caches, attentions, family)
     # From here on the model changes, and nothing can fail any more.
     for block, attention, cache in zip(blocks, attentions, caches, strict=True):
         session.places += weights.places_of(block)
@@ -281,8 +295,8 @@ def disable(model: Any) -> None:
 
 
 def attention_of(
-    block: Any, layer_idx: int, config: AttentionConfig, parallel: Parallel, backend: Backend | None
-) -> DSAttention:
+    block: Any, layer_idx: int, config: Any, family: Family, parallel: Parallel, backend: Backend | None
+) -> DSAttention | MLAttention:
     """Our module for one of their blocks, on the block's own memory."""
     if "forward" in vars(block):
         raise UnsupportedError(
@@ -293,15 +307,15 @@ def attention_of(
     like = full["wq_a"]
     dtype = str(like.dtype).removeprefix("torch.")
     # The module starts without memory, and is then given views.
-    attention = DSAttention(config, layer_idx, parallel, backend=backend, dtype=dtype, device="meta")
-    weights.fill_(attention, full)
+    attention = family.attention(config, layer_idx, parallel, backend=backend, dtype=dtype, device="meta")
+    weights.fill_(attention, full, weights.NAMES[block.config.model_type])
     return attention
 
 
 class Attended(NotCopied):
     """The forward of an enabled model's attention block."""
 
-    def __init__(self, attention: DSAttention, paged: PagedCache) -> None:
+    def __init__(self, attention: DSAttention | MLAttention, paged: PagedCache | PagedMLACache) -> None:
         """Of one layer."""
         self.attention, self.paged = attention, paged
 
@@ -361,9 +375,9 @@ def summary(positions: torch.Tensor) -> str:
 def inner_model(model: Any) -> Any:
     """The decoder inside the model, which has the layers."""
     inner = getattr(model, "base_model", model)
-    if not isinstance(inner, library().DeepseekV4Model):
-        got = type(model).__name__
-        raise contract_error("model", "be a DeepseekV4ForCausalLM or DeepseekV4Model of transformers", got)
+    if not isinstance(inner, (library().DeepseekV4Model, library().DeepseekV32Model)):
+        rule = "be a DeepseekV4ForCausalLM or DeepseekV32ForCausalLM of transformers, or the model inside"
+        raise contract_error("model", rule, type(model).__name__)
     return inner
 
 
