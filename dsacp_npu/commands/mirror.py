@@ -24,12 +24,16 @@ MODULES = (
     "paging",
     "rope",
     "quant",
+    "fp8",
     "compressor",
     "indexer",
     "attention",
+    "mla",
     "exchange",
     "layer",
     "block",
+    "mla_layer",
+    "mla_stack",
 )
 
 INTRODUCTION = f"""\

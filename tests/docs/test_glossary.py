@@ -16,13 +16,14 @@ from dsacp_npu import triton_ops
 
 GLOSSARY = Path(__file__).parents[2] / "docs" / "glossary.md"
 NEVER_ALONE = {"indices", "lens", "offsets", "mask", "metadata", "info"}
-# Words of plain Python; `spec` and `config` are about words, files and flags, not about data.
-PLAIN_MODULES = {"dsacp_ref.spec", "dsacp_ref.config"}
+# Words of plain Python; these are about words, files and flags, not about data.
+PLAIN_MODULES = {"dsacp_ref.spec", "dsacp_ref.config", "dsacp_ref.mla_config", "dsacp_ref.prefill"}
 
 # What is beyond the mirror and made for model code.
 PLAIN_WORDS = {"name", "tensor", "tensors", "shape", "shapes", "index", "other", "slot", "steps", "tokens", "by_ratio"}
-PLAIN_WORDS |= {"kind", "fixed"}
+PLAIN_WORDS |= {"kind", "fixed", "geometry"}
 MODULE_PARTS = ("parallel", "caches", "loading", "step", "module", "rows", "drafts")
+MODULE_PARTS += ("mla_caches", "mla_step", "mla_module")
 
 pytestmark = pytest.mark.skipif(
     not GLOSSARY.exists(), reason="docs/ is missing: the tests run beside an installed wheel"
@@ -56,11 +57,13 @@ def parts_of_the_module() -> list[tuple[str, Any]]:
         module = importlib.import_module(f"dsacp_npu.{part}")
         for name in module.__all__:
             value = getattr(module, name)
-            members = vars(value).items() if inspect.isclass(value) else [(name, value)]
+            members = inspect.getmembers(value, inspect.isfunction) if inspect.isclass(value) else [(name, value)]
             found += [
                 (f"{part}.{name}.{member}", function)
                 for member, function in members
-                if inspect.isfunction(function) and (member == "__init__" or not member.startswith("_"))
+                if inspect.isfunction(function)
+                and function.__module__.startswith("dsacp_npu.")  # a torch module inherits more
+                and (member == "__init__" or not member.startswith("_"))
             ]
     return found
 
