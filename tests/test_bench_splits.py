@@ -174,10 +174,11 @@ def calls(lengths: list[int], cp_size: int, cp_rank: int, split: str, **options:
 @each_split
 @pytest.mark.parametrize("fp8", [False, True])
 def test_bytes_of_keys(tokens: int, ranks: int, split: str, fp8: bool) -> None:
-    """Latents, rope keys and index keys of others' rows, as they are before a cache may code them."""
+    """Latents, rope keys and index keys of others' rows, as the caches hold them: FP8 brings its scales."""
+    a_token = 656 + 128 + 4 if fp8 else (512 + 64 + 128) * BF16
     for rank in (0, ranks - 1):
         [keys, _] = calls([tokens], ranks, rank, split, fp8=fp8)
-        assert keys == ("all_gather", one_percent((ranks - 1) / ranks * tokens * (512 + 64 + 128) * BF16))
+        assert keys == ("all_gather", one_percent((ranks - 1) / ranks * tokens * a_token))
 
 
 @each_shape
@@ -332,6 +333,7 @@ def test_the_table_of_bytes_holds_the_derived_ones(
 
     assert {line[:35].strip(): line[35:].split() for line in body} == {
         "keys": figures(704 * BF16),
+        "keys, FP8 caches": figures(788),
         "experts, whole": figures(0),
         "experts, split": figures(2 * HIDDEN * BF16),
         "experts, sliced": figures(3 * HIDDEN * BF16),

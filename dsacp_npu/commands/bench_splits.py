@@ -123,14 +123,16 @@ def works_of(layer: Layer, batch: Batch, split: str, cp_size: int) -> dict[str, 
 def received(num_tokens: int, cp_size: int) -> dict[str, int]:
     """Bytes of every flow on one rank; rows travel padded to the largest count, so it is the same on all."""
     query_start_loc, _ = one_request(num_tokens)
-    shared: dict[str, int] = {}
-    for experts in EXPERTS:
-        calls = mla_received_bytes(
-            query_start_loc, cp_size, 0, v32(), dtype=torch.bfloat16, split="zigzag", experts=experts
-        )
-        keys, *travels, last = (call.num_bytes for call in calls)
-        shared[f"experts, {experts}"] = sum(travels)
-    return {"keys": keys, **shared, "last row": last}
+
+    def calls(experts: str, *, fp8: bool = False) -> list[int]:
+        where = (query_start_loc, cp_size, 0, v32())
+        found = mla_received_bytes(*where, dtype=torch.bfloat16, split="zigzag", experts=experts, fp8=fp8)
+        return [call.num_bytes for call in found]
+
+    shared = {experts: calls(experts) for experts in EXPERTS}
+    keys, *_, last = shared["whole"]
+    travels = {f"experts, {experts}": sum(bytes_of[1:-1]) for experts, bytes_of in shared.items()}
+    return {"keys": keys, "keys, FP8 caches": calls("whole", fp8=True)[0], **travels, "last row": last}
 
 
 # --- batches ---
