@@ -383,7 +383,8 @@ def unpacked(rows: torch.Tensor, like: Sequence[Float]) -> list[Float]:
     parts, start = [], 0
     for part in like:
         stop = start + part.shape[1] * part.element_size()
-        column = rows[:, start:stop].contiguous()
+        # One row counts as contiguous however far its neighbour would be; bytes of numbers must lie at their multiple.
+        column = rows[:, start:stop].clone(memory_format=torch.contiguous_format)
         parts.append(column.view(part.dtype) if part.shape[1] else part.new_zeros(len(rows), 0))
         start = stop
     return parts

@@ -18,7 +18,7 @@ from dsacp_npu._tensors import torch
 from dsacp_npu.caches import DTYPES, checked_layers, num_bytes
 from dsacp_npu.mla_layer import empty_mla_cache
 from dsacp_ref.mla_config import MLAConfig
-from dsacp_ref.spec import INT32_MAX, check_choice, check_int, check_record
+from dsacp_ref.spec import INT32_MAX, check_bool, check_choice, check_int, check_record
 
 __all__ = ["MLACaches", "PagedMLACache", "PlannedBatch"]
 
@@ -114,6 +114,7 @@ class MLACaches(RequestBook[PagedMLACache]):
         max_requests = check_int("max_requests", max_requests, 1)
         block_size = check_int("block_size", block_size, 1)
         check_choice("dtype", dtype, DTYPES)
+        codes = {"fp8": check_bool("fp8", fp8), "int8_index_cache": check_bool("int8_index_cache", int8_index_cache)}
         wide = "float64" if dtype == "float64" else "float32"
         blocks = Blocks(
             "keys",
@@ -123,14 +124,7 @@ class MLACaches(RequestBook[PagedMLACache]):
             num_slots=max_requests,
             num_tokens=num_tokens,
         )
-        like = empty_mla_cache(
-            config,
-            num_blocks=0,
-            block_size=block_size,
-            dtype=wide,
-            fp8=fp8,
-            int8_index_cache=int8_index_cache,
-        )
+        like = empty_mla_cache(config, num_blocks=0, block_size=block_size, dtype=wide, **codes)
         place: Any = {"device": torch.device(device)}
 
         def part(empty: torch.Tensor) -> torch.Tensor:

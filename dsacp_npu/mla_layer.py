@@ -44,10 +44,10 @@ from dsacp_npu._tensors import (
 from dsacp_npu.attention import TOKENS, check_topk
 from dsacp_npu.exchange import check_group, check_own_rows, check_sequence, check_shard
 from dsacp_npu.extents import check_batch, token_positions
-from dsacp_npu.fp8 import encoded_latents, quantized_fp8
+from dsacp_npu.fp8 import FP8Vectors, encoded_latents, quantized_fp8
 from dsacp_npu.mla import check_latent_cache, mla_frequencies
 from dsacp_npu.partition import Partition, counted, partition_tokens
-from dsacp_npu.quant import quantized_int8
+from dsacp_npu.quant import QuantizedVectors, quantized_int8
 from dsacp_ref.mla_config import MLAConfig
 from dsacp_ref.spec import (
     UnsupportedError,
@@ -247,6 +247,7 @@ def planned_mla_step(
     check_host("batch.query_start_loc", batch.query_start_loc)
     check_host("batch.seq_lens", batch.seq_lens)
     partition = partition_tokens(batch.query_start_loc, cp_size, split=split, num_input_tokens=num_input_tokens)
+    check_kept_keys(kept_keys, batch)  # what all ranks share comes before what each brings
     num_tokens = len(partition.restore_indices)
     if len(members) == cp_size:
         check_group([x for x, _ in members.values()], partition)
@@ -256,6 +257,7 @@ def planned_mla_step(
         check_floats("shards", x, ("local_rows", config.hidden_size), rows_are)
     for x, cache in members.values():
         check_mla_step(dtype_name(x), num_tokens, batch, cache, config)
+    check_alike([cache for _, cache in members.values()])
     check_given(given_topk, num_tokens, config)
     for _, cache in members.values():
         check_mla_reads(num_tokens, batch, cache, given_topk)
@@ -357,6 +359,21 @@ def check_mla_step(dtype: str, num_rows: int, batch: MLABatch, cache: MLACache, 
     if values_known(batch.query_start_loc) and num_rows < batch.query_start_loc[-1]:
         needed = int(batch.query_start_loc[-1])
         raise contract_error("x", f"have at least {needed} rows", num_rows, "query_start_loc counts global rows")
+
+
+def check_alike(caches: Sequence[MLACache]) -> None:
+    """Refuse ranks that keep their keys in different ways: rows travel as the caches hold them."""
+    kinds = []
+    for cache in caches:
+        check_record("caches", cache, MLACache)
+        latents = "floats" if cache.rope_cache is not None else "bytes"
+        coded = isinstance(cache.index_cache, FP8Vectors | QuantizedVectors)
+        index_keys = type(cache.index_cache).__name__ if coded else "floats"
+        kinds.append(f"latents in {latents} and index keys in {index_keys}")
+    for rank, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            rule = f"be alike: rank 0 has {kinds[0]}"
+            raise contract_error("caches", rule, f"{kind} on rank {rank}", "rows travel as the caches hold them")
 
 
 def check_given(given_topk: Int32 | None, num_rows: int, config: MLAConfig) -> None:

@@ -163,6 +163,7 @@ def mla_metadata_of_batch(
     batch = with_tensors(batch, torch.clone)  # an engine may write its next step into the same tensors
     count = int(batch.query_start_loc[-1])
     num_rows = check_int("num_input_tokens", count if num_input_tokens is None else num_input_tokens, count)
+    check_int("decode_query_len", decode_query_len, 1)
     query_lens = batch.query_start_loc[1:] - batch.query_start_loc[:-1]
     split = None
     if first.parallel.cp_active:

@@ -445,6 +445,7 @@ def mla_over_ranks(
     num_tokens = len(partition.restore_indices)
     for cache in caches:
         check_mla_step(str(shards[0].dtype), num_tokens, batch, cache, config)
+    check_alike(caches)
     check_given(given_topk, num_tokens, config)
 
     places = partition.token_indices
@@ -528,6 +529,21 @@ def check_mla_step(dtype: str, num_rows: int, batch: MLABatch, cache: MLACache, 
     if num_rows < batch.query_start_loc[-1]:
         needed = int(batch.query_start_loc[-1])
         raise contract_error("x", f"have at least {needed} rows", num_rows, "query_start_loc counts global rows")
+
+
+def check_alike(caches: Sequence[MLACache]) -> None:
+    """Refuse ranks that keep their keys in different ways: rows travel as the caches hold them."""
+    kinds = []
+    for cache in caches:
+        check_record("caches", cache, MLACache)
+        latents = "floats" if cache.rope_cache is not None else "bytes"
+        coded = isinstance(cache.index_cache, FP8Vectors | QuantizedVectors)
+        index_keys = type(cache.index_cache).__name__ if coded else "floats"
+        kinds.append(f"latents in {latents} and index keys in {index_keys}")
+    for rank, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            rule = f"be alike: rank 0 has {kinds[0]}"
+            raise contract_error("caches", rule, f"{kind} on rank {rank}", "rows travel as the caches hold them")
 
 
 def check_given(given_topk: Int32 | None, num_rows: int, config: MLAConfig) -> None:

@@ -175,8 +175,8 @@ def stacks_over_ranks(
     cases = []
     for _ in range(num_cuts):
         cut = legal_cut(rng, math.lcm(*(kind.ratio for kind in kinds)))
-        experts = ("whole", "split")[int(rng.integers(2))]
-        inter = cut.cp_size * int(rng.integers(1, 3)) if experts == "split" else int(rng.integers(1, 8))
+        experts = ("whole", "split", "sliced")[int(rng.integers(3))]
+        inter = int(rng.integers(1, 8)) if experts == "whole" else cut.cp_size * int(rng.integers(1, 3))
         stack = stack_of(
             rng,
             [sum(new) for new in zip(*steps, strict=True)],

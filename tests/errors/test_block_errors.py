@@ -173,7 +173,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
         f"shards must have dtype {FLOAT}, got int32; cast shards first",
     ),
     *(
-        (name, {"experts": bad}, f"experts must be one of 'whole', 'split', got {bad!r}")
+        (name, {"experts": bad}, f"experts must be one of 'whole', 'split', 'sliced', got {bad!r}")
         for name in ("experts_over_ranks", "block_over_ranks")
         for bad in ("", "Split", None, 2)
     ),

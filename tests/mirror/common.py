@@ -27,8 +27,12 @@ TORCH_DTYPES = {
 }
 LOW_PRECISION = ("float32", "bfloat16", "float16")
 # Where records are looked for, in the order of the imports.
-MODULES = ("partition", "extents", "rope", "quant", "compressor", "indexer", "attention", "layer", "block")
+MODULES = (
+    *("partition", "extents", "rope", "quant", "fp8", "compressor", "indexer", "attention", "layer", "block"),
+    *("mla", "mla_layer", "mla_stack"),
+)
 WAYS = ("fake", "fake on another device", "meta", "compiled")
+CODED = ("QuantizedVectors", "FP8Vectors")  # codes and their scales, exact in every dtype of what is coded
 
 
 class Case(NamedTuple):
@@ -71,9 +75,11 @@ def mapped(value: Any, leaf: Callable[[Any], Any], package: str = "dsacp_npu") -
 
 
 def to_torch(value: Any, dtype: str | None = None) -> Any:
-    """Arrays as tensors of their own memory, floats in a dtype of choice."""
+    """Arrays as tensors of their own memory, floats in a dtype of choice, FP8 as it is."""
 
     def leaf(array: np.ndarray) -> torch.Tensor:
+        if array.dtype.name == "float8_e4m3fn":
+            return torch.tensor(array.view(np.uint8)).view(torch.float8_e4m3fn)
         tensor = torch.tensor(array)
         return tensor.to(TORCH_DTYPES[dtype]) if dtype and tensor.is_floating_point() else tensor
 
@@ -161,7 +167,9 @@ def assert_floats_mirror(
 
 def compare_floats(got: Any, exact: Any, plain: Any, name: str) -> None:
     """A result against the float64 one, with the plain computation's error as the measure."""
-    if isinstance(exact, (tuple, list)):
+    if type(exact).__name__ in CODED:
+        assert_same(got, exact, name)
+    elif isinstance(exact, (tuple, list)):
         assert type(got).__name__ == type(exact).__name__, name
         for index, items in enumerate(zip(got, exact, plain, strict=True)):
             compare_floats(*items, f"{name}.{getattr(exact, '_fields', range(len(exact)))[index]}")

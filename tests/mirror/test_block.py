@@ -77,7 +77,7 @@ def scattered(step: Step, rows: np.ndarray, poison: float = np.nan) -> tuple[lis
     return frozen(shards), partition
 
 
-@pytest.mark.parametrize("experts", ["whole", "split"])
+@pytest.mark.parametrize("experts", ["whole", "split", "sliced"])
 @given(steps(), seeds, st.sampled_from(LIMITS))
 @fewer(2)
 def test_experts_over_ranks_mirrors(experts: str, step: Step, seed: int, limit: float | None) -> None:
@@ -88,15 +88,15 @@ def test_experts_over_ranks_mirrors(experts: str, step: Step, seed: int, limit: 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@given(seed=seeds, cp_size=st.sampled_from([1, 2, 4]))
+@given(seed=seeds, cp_size=st.sampled_from([1, 2, 4]), experts=st.sampled_from(["split", "sliced"]))
 @fewer(2)
-def test_split_experts_in_short_dtypes(dtype: str, seed: int, cp_size: int) -> None:
+def test_shared_experts_in_short_dtypes(dtype: str, seed: int, cp_size: int, experts: str) -> None:
     """No worse than the summands as anybody writes and adds them in this dtype."""
     rng = np.random.default_rng(seed)
     weights, x = to_torch((expert_of(rng, 8, 6), normal(rng, 9, 6)), dtype)
     partition = partition_tokens(int32(0, 9), cp_size, split="zigzag")
     shards = [x[torch.from_numpy(tokens)] for tokens in partition.token_indices]
-    got = torch.cat(dsacp_npu.block.experts_over_ranks(shards, weights, to_torch(partition), experts="split"))
+    got = torch.cat(dsacp_npu.block.experts_over_ranks(shards, weights, to_torch(partition), experts=experts))
     rows, low = torch.cat(shards), to_numpy(weights, "float32")
     exact = ref.expert_output(*to_numpy((rows, weights), "float64"))
     summands = [
@@ -289,6 +289,7 @@ CALLS = [
     case("expert_share", EXPERT, 1, 3),
     case("experts_over_ranks", OWN, EXPERT, SPLIT, experts="whole"),
     case("experts_over_ranks", OWN, EXPERT, SPLIT, experts="split"),
+    case("experts_over_ranks", OWN, EXPERT, SPLIT, experts="sliced"),
 ]
 
 
@@ -307,7 +308,7 @@ def test_decoder_block_runs_without_values(way: str) -> None:
     assert_runs_without_values("block", way, case("decoder_block", *args, compress_ratio=1))
 
 
-@pytest.mark.parametrize("experts", ["whole", "split"])
+@pytest.mark.parametrize("experts", ["whole", "split", "sliced"])
 @pytest.mark.parametrize("rows", ["full", "scattered"])
 def test_ranks_run_on_a_device_without_values(rows: str, experts: str) -> None:
     """Lengths on the host, all else where nothing can be read: shapes alone are enough."""

@@ -19,7 +19,7 @@ import dsacp_npu
 import dsacp_ref
 
 REF, NPU = (Path(str(package.__file__)).parent for package in (dsacp_ref, dsacp_npu))
-SHARED = {"dsacp_ref.spec", "dsacp_ref.config"}
+SHARED = {"dsacp_ref.spec", "dsacp_ref.config", "dsacp_ref.mla_config", "dsacp_ref.prefill"}
 WORDS = {"dsacp_npu._tensors", "dsacp_ref.spec"}  # what the emulator may take from elsewhere
 TWINS = sorted(path.stem for path in NPU.glob("[a-z]*.py") if (REF / path.name).exists())
 
@@ -66,7 +66,7 @@ def test_the_twin_has_the_same_public_names(module: str) -> None:
 def test_the_same_signature_fields_or_value(module: str, name: str, reference: Any, mirror: Any) -> None:
     if inspect.isfunction(reference):
         mine = parameters(mirror)
-        if module in ("layer", "block") and backend_parameter in mine:
+        if module in ("layer", "block", "mla_layer", "mla_stack") and backend_parameter in mine:
             assert mine[-2] == backend_parameter, "`backend` comes last"
             mine.remove(backend_parameter)
         assert mine == parameters(reference)
@@ -138,17 +138,22 @@ ARROW = [
     {"partition"},
     {"extents"},
     {"visibility"},
-    {"paging", "rope", "quant", "compressor", "indexer", "attention"},
+    {"paging", "rope", "quant", "fp8", "compressor", "indexer", "attention"},
+    {"mla"},
     {"exchange"},
     {"cann", "triton_ops"},
     {"backend"},
     {"layer"},
     {"block"},
+    {"mla_layer"},
+    {"mla_stack"},
     {"distributed"},
-    {"distributed_block"},
+    {"distributed_block", "distributed_mla"},
     {"caches", "parallel"},
+    {"mla_caches"},
     {"loading"},
     {"step", "module"},
+    {"mla_step", "mla_module"},
     {"rows", "drafts"},
 ]
 RANK = {name: place for place, group in enumerate(ARROW) for name in group}

@@ -34,6 +34,7 @@ PLANNING = [
     case("rank_pieces", LOC, 2, 0),
     case("local_token_indices", LOC, 2, 0, split="round_robin_page(2)"),
     case("partition_tokens", LOC, 2, split="zigzag", num_input_tokens=8),
+    case("round_robin_lengths", LOC, 2, 1),
 ]
 ANYWHERE = [
     case("padded_restore_indices", ROBIN),
@@ -79,6 +80,11 @@ REFUSED = [
     case("interleave_local_indices", LOC, 2, 2**30),
     case("interleave_lengths", int32(-1), 2, 0, 1),
     case("interleave_lengths", LOC, 2, 2, 1),
+    case("round_robin_lengths", [0, 3], 1, 0),
+    case("round_robin_lengths", int32(1, 3), 1, 0),
+    case("round_robin_lengths", int32(0, 5, 3), 1, 0),
+    case("round_robin_lengths", LOC, 0, 0),
+    case("round_robin_lengths", LOC, 2, 2),
 ]
 
 
@@ -148,6 +154,17 @@ def test_converted_rows_mirrors(data, dtype, row) -> None:
     source, target = data.draw(partitions(batch)), data.draw(partitions(batch))
     total = sum(map(len, source.token_indices))
     assert_mirrors("partition", "converted_rows", filled(dtype, total, *row), source, target)
+
+
+@given(batches(), cp_sizes, st.integers(0, 7))
+def test_round_robin_lengths_mirrors(batch, cp_size, rank) -> None:
+    assert_mirrors("partition", "round_robin_lengths", batch.query_start_loc, np.int64(cp_size), rank % cp_size)
+
+
+@pytest.mark.parametrize("rank", [0, 2**20 - 1])
+def test_round_robin_lengths_count_beyond_int32(rank) -> None:
+    """The last offset and the ranks add up to more than int32 holds."""
+    assert_mirrors("partition", "round_robin_lengths", int32(0, 5, 2**31 - 1), 2**20, rank)
 
 
 POSITIONS = st.lists(st.one_of(st.integers(-1, 40), st.just(2**31 - 1)), max_size=6).map(lambda row: int32(*row))

@@ -36,6 +36,8 @@ STATIC = [
     case("rope_table", HERE, ()),
     case("apply_rope", X, *TABLE),
     case("apply_inverse_rope", X.astype(np.float64), *TABLE),
+    case("apply_half_rope", X, *TABLE),
+    case("apply_half_rope", X, TABLE.cos[:, :0], TABLE.sin[:, :0]),
 ]
 REFUSED = [
     case("rope_frequencies", 1.0, 4),
@@ -59,6 +61,10 @@ REFUSED = [
     case("apply_rope", X, TABLE.cos.astype(int), TABLE.sin),
     case("apply_inverse_rope", X, TABLE.cos, [0.0]),
     case("apply_inverse_rope", X, TABLE.cos[0], TABLE.sin),
+    case("apply_half_rope", None, *TABLE),
+    case("apply_half_rope", X[:2], *TABLE),
+    case("apply_half_rope", X[..., :3], *TABLE),
+    case("apply_half_rope", X, TABLE.cos, TABLE.sin.astype(int)),
 ]
 
 THETAS = st.sampled_from([10000.0, 160000.0, 1.5, 500000])
@@ -113,6 +119,11 @@ def test_apply_rope_mirrors(call, dtype) -> None:
 @given(turns(), st.sampled_from(list(TORCH_DTYPES)))
 def test_apply_inverse_rope_mirrors(call, dtype) -> None:
     assert_floats_mirror("rope", "apply_inverse_rope", dtype, *call)
+
+
+@given(turns(), st.sampled_from(list(TORCH_DTYPES)))
+def test_apply_half_rope_mirrors(call, dtype) -> None:
+    assert_floats_mirror("rope", "apply_half_rope", dtype, *call)
 
 
 def test_a_float32_table_is_not_rounded_to_the_dtype_of_the_vectors() -> None:
