@@ -50,6 +50,8 @@ ascend: $(ASCEND)/.installed ## the Triton kernels: interpreted, compiled by the
 
 parity: setup ## the main job: ranks against one device, for the definition, both backends and over processes, as tables
 	$(BIN)/python -m dsacp_npu parity --everything --short
+	$(BIN)/python -m dsacp_npu parity --model v32 --short
+	$(BIN)/python -m dsacp_npu parity --model v32 --processes --short
 
 lint: setup ## ruff
 	$(BIN)/ruff check .

@@ -11,6 +11,7 @@
     python -m dsacp_npu parity --backend cann           the same on operators: emulated, in bfloat16
     python -m dsacp_npu parity --processes              every rank a process, over gloo; torch, or --backend cann
     python -m dsacp_npu parity --everything --short     all of these, in turn: what `make parity` runs
+    python -m dsacp_npu parity --model v32              a stack of DeepSeek-V3.2 blocks; all options go with it
 
 A cell is a compress ratio, a number of ranks, a split rule, what ranks hold between layers, how the key side and how
 the output travel, and a scenario: one long prompt, many short ones, prefix hits, chunks that end inside windows or on
@@ -21,6 +22,11 @@ the design refuses are cells too: they must be refused, and by name.
 With --backend cann the sizes are those that the operators take, the scenarios are few ("chunks" behind long prefixes,
 "prefill"), and the measure is the error of torch in bfloat16 on one device. What the operators have no form for must be
 refused, and by name. No NPU is involved: the operators are emulated, so this shows that the contract is kept, no more.
+
+With --model v32 a cell is a split rule, a number of ranks, whole or shared experts, the cache's codes and a scenario. A
+stack of three blocks runs from token ids to logits, in float64, with caches that live on; hidden rows, logits and all
+caches of every rank are compared with one device, and the definition's layers with the attention of transformers'
+deepseek_v32. With --backend cann a layer alone runs, in bfloat16 and in sizes that the operators take.
 
 Exit code 0: all cells passed. 1: some did not; each prints a line that repeats it. 2: the call cannot work.
 """
@@ -37,10 +43,10 @@ from contextlib import contextmanager
 from multiprocessing import get_context
 from typing import Any
 
-from dsacp_npu.commands import parity_cann
+from dsacp_npu.commands import parity_cann, parity_v32
 from dsacp_npu.commands import parity_table as table
-from dsacp_npu.commands.parity_cells import Cell, all_cells, covering_set, in_order, parsed_cell
-from dsacp_npu.commands.parity_engines import BACKENDS, DEFINITION, Way, device_of, operators_of
+from dsacp_npu.commands.parity_cells import all_cells, covering_set, in_order, parsed_cell
+from dsacp_npu.commands.parity_engines import BACKENDS, DEFINITION, MODELS, Way, device_of, operators_of
 from dsacp_npu.commands.parity_geometry import GeometryResult, geometry
 from dsacp_npu.commands.parity_results import FAIL, CellResult, DeviceResult, cell_result, device_result
 from dsacp_npu.commands.parity_runs import Reference, reference
@@ -52,12 +58,16 @@ BATCHES = 10
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 EVERYTHING = (DEFINITION, Way("torch"), Way("cann"), Way("torch", processes=True), Way("cann", processes=True))
 
-Groups = dict[tuple[str, int], list[Cell]]  # by scenario and ratio: cells that share a reference
-Result = CellResult | DeviceResult
+# By scenario and ratio, of V3.2 by scenario and kind of cache: cells that share a reference.
+Groups = Mapping[tuple[str, Any], list[Any]]
+Made = Reference | parity_v32.StackReference
+Device = DeviceResult | parity_v32.StackDeviceResult
+Result = CellResult | Device
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
+    parser.add_argument("--model", choices=MODELS, default="v4", help="what runs: a V4 layer, or a stack of V3.2's")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--full", action="store_true", help="every cell of the grid, not a covering set")
     which.add_argument("--short", action="store_true", help="a smaller covering set, of fewer ranks and scenarios")
@@ -107,38 +117,46 @@ def asked_for(args: argparse.Namespace) -> tuple[Way, ...]:
         for name in ("processes", "cell", "trace"):
             if getattr(args, name):
                 raise contract_error("--everything", f"not come with --{name}", "both", "run one backend with it")
-        return EVERYTHING
+        return tuple(way._replace(model=args.model) for way in EVERYTHING)
     if args.backend == "cann" and args.trace is not None:
         hint = "emulated operators are too slow for such steps; use --backend torch"
         raise contract_error("--trace", "not come with --backend cann", "both", hint)
-    return (Way(args.backend or ("torch" if args.processes else "numpy"), args.processes),)
+    return (Way(args.backend or ("torch" if args.processes else "numpy"), args.processes, args.model),)
 
 
 def run_way(args: argparse.Namespace, way: Way, jobs: int) -> int:
     """Run one way, print it, and return the number of failures."""
     start = time.perf_counter()
     geometries: list[GeometryResult] = []
+    plans: Mapping[str, Plan]
     if args.trace is not None:
         plans, geometries = traced(args)
     else:
         plans = plans_of(way)
-    cells = chosen_cells(args, list(plans), way)
-    groups: Groups = {}
-    for cell in in_order(cells):
-        groups.setdefault((cell.scenario, cell.ratio), []).append(cell)
+    stack = way.model == "v32"
+    chosen = chosen_cells(args, list(plans), way)
+    cells: list[Any] = parity_v32.in_order(chosen) if stack else in_order(chosen)
+    groups: dict[tuple[str, Any], list[Any]] = {}
+    for cell in cells:
+        kind = parity_v32.group_of(cell, way) if stack else cell.ratio
+        groups.setdefault((cell.scenario, kind), []).append(cell)
     results = list(table.followed(results_of(plans, groups, args.seed, jobs, way), len(groups) + len(cells), "parity"))
 
-    devices = [result for result in results if isinstance(result, DeviceResult)]
-    order = {cell: i for i, cell in enumerate(in_order(cells))}
+    devices: list[Any] = [result for result in results if not isinstance(result, CellResult)]
+    order = {cell: i for i, cell in enumerate(cells)}
     ranks = sorted((result for result in results if isinstance(result, CellResult)), key=lambda r: order[r.cell])
     if geometries:
-        table.show_geometry(geometries)
-    show = table.show_half_devices if way.dtype == "bfloat16" else table.show_devices
-    show(devices)
-    table.show_cells(ranks, way)
+        table.show_geometry(geometries, way.model)
+    if stack:
+        parity_v32.show(devices, ranks, way)
+    else:
+        show = table.show_half_devices if way.dtype == "bfloat16" else table.show_devices
+        show(devices)
+        table.show_cells(ranks, way)
     repeat = f"python -m dsacp_npu parity{way.flags}" + (f" --trace {shlex.quote(args.trace)}" if args.trace else "")
     heading = "" if way == DEFINITION else way.heading
-    failures = table.show_summary(geometries, devices, ranks, repeat, args.seed, heading)
+    cell_of = parity_v32.cell_of if stack else table.v4_cell
+    failures = table.show_summary(geometries, devices, ranks, repeat, args.seed, heading, cell_of)
     workers = "a process for every rank" if way.processes else f"processes {jobs}"
     print(f"  time          {time.perf_counter() - start:.0f} s, {workers}")
     print(f"  versions      {table.versions()}", flush=True)
@@ -147,11 +165,15 @@ def run_way(args: argparse.Namespace, way: Way, jobs: int) -> int:
 
 def plans_of(way: Way) -> Mapping[str, Plan]:
     """The scenarios, by name."""
+    if way.model == "v32":
+        return parity_v32.plans_of(way)
     return parity_cann.PLANS if way.backend == "cann" else PLANS
 
 
-def chosen_cells(args: argparse.Namespace, scenarios: Sequence[str], way: Way) -> list[Cell]:
+def chosen_cells(args: argparse.Namespace, scenarios: Sequence[str], way: Way) -> list[Any]:
     """The cells to run."""
+    if way.model == "v32":
+        return parity_v32.chosen_cells(args, scenarios, way)
     if args.cell is not None:
         return [parsed_cell(args.cell, scenarios)]
     if args.full:
@@ -164,11 +186,12 @@ def traced(args: argparse.Namespace) -> tuple[dict[str, Plan], list[GeometryResu
     if args.full:
         raise contract_error("--full", "not come with --trace", "both", "draw more steps with --batches")
     if args.cell is not None:
-        steps = [named_step(args.trace, parsed_cell(args.cell, None).scenario)]
+        parsed: Any = parity_v32.parsed_cell if args.model == "v32" else parsed_cell
+        steps = [named_step(args.trace, parsed(args.cell, None).scenario)]
     else:
         count = check_int("--batches", BATCHES if args.batches is None else args.batches, 1)
         steps = drawn_steps(args.trace, count, args.seed)
-    results = [result for step in table.followed(steps, len(steps), "geometry") for result in geometry(step)]
+    results = [r for step in table.followed(steps, len(steps), "geometry") for r in geometry(step, args.model)]
     table.show_steps(steps)
     return {step.name: plan(step) for step in steps}, results
 
@@ -189,7 +212,7 @@ def results_of(
                 yield from judged(cells, *reference_result(plans[name], ratio, seed, way))
         return
     with single_threaded_children(), ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        waiting: dict[Future[tuple[DeviceResult, Reference | None]], list[Cell]] = {}
+        waiting: dict[Future[tuple[Device, Made | None]], list[Any]] = {}
         for (name, ratio), cells in groups.items():
             waiting[pool.submit(reference_result, plans[name], ratio, seed, way)] = cells
         running: set[Future[list[CellResult]]] = set()
@@ -234,15 +257,17 @@ def results_over_processes(
         close_all()
 
 
-def judged(cells: Sequence[Cell], result: DeviceResult, made: Reference | None) -> Iterator[Result]:
+def judged(cells: Sequence[Any], result: Device, made: Made | None) -> Iterator[Result]:
     """A group's results, as they come."""
     yield result
     for cell in cells:
         yield from cell_results([cell], made)
 
 
-def reference_result(plan: Plan, ratio: int, seed: int, way: Way = DEFINITION) -> tuple[DeviceResult, Reference | None]:
+def reference_result(plan: Plan, ratio: Any, seed: int, way: Way = DEFINITION) -> tuple[Device, Made | None]:
     """A group's reference and how it compares with transformers; no reference where one device breaks down."""
+    if way.model == "v32":
+        return parity_v32.reference_result(plan, ratio, seed, way)
     start = time.perf_counter()
     try:
         make = parity_cann.reference if way.backend == "cann" else reference
@@ -254,10 +279,12 @@ def reference_result(plan: Plan, ratio: int, seed: int, way: Way = DEFINITION) -
         return DeviceResult(plan.name, ratio, FAIL, f"{type(error).__name__}: {error}"), None
 
 
-def cell_results(cells: Sequence[Cell], made: Reference | None) -> list[CellResult]:
+def cell_results(cells: Sequence[Any], made: Made | None) -> list[CellResult]:
     """Some cells of one group."""
     if made is None:
         return [CellResult(cell, FAIL, "one device broke down, there is nothing to compare with") for cell in cells]
+    if isinstance(made, parity_v32.StackReference):
+        return [parity_v32.cell_result(cell, made) for cell in cells]
     return [cell_result(cell, made) for cell in cells]
 
 

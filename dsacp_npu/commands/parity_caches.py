@@ -19,9 +19,10 @@ from dsacp_ref.quant import QuantizedVectors
 
 
 def mapped(function: Callable[..., Any], *records: Any) -> Any:
-    """The record of what a function makes of every array in it, nested records included."""
-    if hasattr(records[0], "_fields"):
-        return type(records[0])(*(mapped(function, *parts) for parts in zip(*records, strict=True)))
+    """The record of what a function makes of every array in it, nested records and plain tuples included."""
+    if isinstance(records[0], tuple):
+        made = tuple(mapped(function, *parts) for parts in zip(*records, strict=True))
+        return type(records[0])(*made) if hasattr(records[0], "_fields") else made
     return function(*records)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import combinations, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -81,35 +81,48 @@ def parsed_cell(text: str, scenarios: Sequence[str] | None) -> Cell:
     >>> str(parsed_cell(text, ["long"])) == text
     True
     """
-    values: dict[str, str] = {}
-    for word in text.split(","):
-        name, equals, value = word.strip().partition("=")
-        check_choice("--cell", name, Cell._fields, "write name=value, parted by commas")
-        if not equals or name in values:
-            raise contract_error("--cell", f"give {name} once, as {name}=value", repr(text))
-        values[name] = value
-    missing = [name for name in Cell._fields if name not in values]
-    if missing:
-        raise contract_error("--cell", f"give {', '.join(missing)}", repr(text), "a failing row prints its whole cell")
-    numbers = {}
-    for name, most in (("ratio", RATIOS[-1]), ("ranks", 64)):
-        if not values[name].isdecimal():
-            raise contract_error(f"--cell {name}", "be an int", repr(values[name]))
-        numbers[name] = check_int(f"--cell {name}", int(values[name]), 1, most)
+    values = named_values(text, Cell._fields)
+    numbers = {name: int_of(name, values[name], most) for name, most in (("ratio", RATIOS[-1]), ("ranks", 64))}
     if numbers["ratio"] not in RATIOS:
         raise contract_error("--cell ratio", f"be one of {RATIOS}", numbers["ratio"])
     for name, words in (("rows", ROWS), ("keys", KEYS), ("output", OUTPUTS), ("scenario", scenarios)):
         check_choice(f"--cell {name}", values[name], words if words is not None else [values[name]])
-    try:
-        split = str(split_rule(values["split"]))
-    except ContractError as error:
-        raise ContractError(f"--cell {error}") from None
     return Cell(
         numbers["ratio"],
         numbers["ranks"],
-        split,
+        split_of(values["split"]),
         *(values[name] for name in ("rows", "keys", "output", "scenario")),
     )
+
+
+def named_values(text: str, names: Sequence[str]) -> dict[str, str]:
+    """The values of a cell's text, once each name is found to be there once."""
+    values: dict[str, str] = {}
+    for word in text.split(","):
+        name, equals, value = word.strip().partition("=")
+        check_choice("--cell", name, names, "write name=value, parted by commas")
+        if not equals or name in values:
+            raise contract_error("--cell", f"give {name} once, as {name}=value", repr(text))
+        values[name] = value
+    missing = [name for name in names if name not in values]
+    if missing:
+        raise contract_error("--cell", f"give {', '.join(missing)}", repr(text), "a failing row prints its whole cell")
+    return values
+
+
+def int_of(name: str, text: str, most: int) -> int:
+    """A number of a cell's text."""
+    if not text.isdecimal():
+        raise contract_error(f"--cell {name}", "be an int", repr(text))
+    return check_int(f"--cell {name}", int(text), 1, most)
+
+
+def split_of(text: str) -> str:
+    """The split rule of a cell's text, by its own name."""
+    try:
+        return str(split_rule(text))
+    except ContractError as error:
+        raise ContractError(f"--cell {error}") from None
 
 
 # --- what must be refused: the tables of docs/design.md, section 4, written down a second time ---
@@ -169,22 +182,12 @@ def covering_set(scenarios: Sequence[str], seed: int, backend: str = "numpy", *,
     grid = all_cells(scenarios, backend, short=short)
     grid = [grid[i] for i in rng.permutation(len(grid))]
     legal = [cell for cell in grid if not refusals(cell, backend)]
-    met = meetings(legal, triples=not short or backend == "cann")
-    open_meetings = np.zeros(int(met.max()) + 1, np.bool_)
-    open_meetings[met] = True
-    chosen = []
-
-    def choose(candidates: np.ndarray) -> None:
-        best = candidates[int(open_meetings[met[candidates]].sum(axis=1).argmax())]
-        open_meetings[met[best]] = False
-        chosen.append(legal[best])
-
-    for ratio, way in product(RATIOS, SYSTEMS.values()):
-        candidates = [i for i, cell in enumerate(legal) if (cell.ratio, cell[2:6]) == (ratio, way)]
-        if candidates:
-            choose(np.array(candidates))
-    while open_meetings.any():
-        choose(np.arange(len(legal)))
+    triples = tuple(("ratio", "keys", third) for third in ("split", "scenario") if not short or backend == "cann")
+    groups = [
+        [i for i, cell in enumerate(legal) if (cell.ratio, cell[2:6]) == (ratio, way)]
+        for ratio, way in product(RATIOS, SYSTEMS.values())
+    ]
+    chosen = [legal[i] for i in greedy_cover(meetings(legal, triples), [group for group in groups if group])]
     count: dict[tuple[object, ...], int] = {}
     for cell in grid:
         kinds = list(refused_kinds(cell, backend))
@@ -196,12 +199,30 @@ def covering_set(scenarios: Sequence[str], seed: int, backend: str = "numpy", *,
     return chosen
 
 
-def meetings(cells: Sequence[Cell], *, triples: bool = True) -> np.ndarray:
-    """One number for each pair of values, and for each triple that matters, that meet in a cell."""
+def greedy_cover(met: np.ndarray, first: Sequence[Sequence[int]] = ()) -> list[int]:
+    """Which rows of `meetings` are enough for all of them: one of each of the first groups, then the best of all."""
+    open_meetings = np.zeros(int(met.max()) + 1, np.bool_)
+    open_meetings[met] = True
+    chosen: list[int] = []
+
+    def choose(candidates: np.ndarray) -> None:
+        best = candidates[int(open_meetings[met[candidates]].sum(axis=1).argmax())]
+        open_meetings[met[best]] = False
+        chosen.append(int(best))
+
+    for group in first:
+        choose(np.array(group))
+    while open_meetings.any():
+        choose(np.arange(len(met)))
+    return chosen
+
+
+def meetings(cells: Sequence[Any], triples: Sequence[tuple[str, ...]] = ()) -> np.ndarray:
+    """One number for each pair of values, and for each triple of these fields, that meet in a cell."""
     columns = [np.unique(np.array(column), return_inverse=True) for column in zip(*cells, strict=True)]
     sizes = [len(values) for values, _ in columns]
-    place = {name: i for i, name in enumerate(Cell._fields)}
-    more = [tuple(place[name] for name in ("ratio", "keys", third)) for third in ("split", "scenario") if triples]
+    place = {name: i for i, name in enumerate(cells[0]._fields)}
+    more = [tuple(place[name] for name in triple) for triple in triples]
     numbers, first = [], 0
     for group in (*combinations(range(len(sizes)), 2), *more):
         shape = [sizes[i] for i in group]

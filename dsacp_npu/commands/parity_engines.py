@@ -12,13 +12,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dsacp_ref import block as ref_block
 from dsacp_ref import compressor as ref_compressor
+from dsacp_ref import fp8 as ref_fp8
 from dsacp_ref import indexer as ref_indexer
 from dsacp_ref import layer
 from dsacp_ref import quant as ref_quant
 from dsacp_ref.layer import LayerBatch, LayerCache, LayerOutput, LayerWeights, RanksOutput
+from dsacp_ref.mla_layer import MLABatch, MLACache, MLAIndexerWeights, MLAOutput, MLARanksOutput, MLAWeights
+from dsacp_ref.mla_stack import MLABlockWeights, StackOutput, StackRanksOutput, StackWeights
 from dsacp_ref.spec import UnsupportedError
 
+MODELS = ("v4", "v32")
 BACKENDS = ("torch", "cann")
 RECORDS = {
     record.__name__: record
@@ -32,8 +37,22 @@ RECORDS = {
         ref_compressor.CompressorWeights,
         ref_indexer.IndexerWeights,
         ref_quant.QuantizedVectors,
+        ref_block.ExpertWeights,
+        ref_fp8.FP8Vectors,
+        MLABatch,
+        MLACache,
+        MLAIndexerWeights,
+        MLAOutput,
+        MLARanksOutput,
+        MLAWeights,
+        MLABlockWeights,
+        StackOutput,
+        StackRanksOutput,
+        StackWeights,
     )
 }
+KEPT = (ref_compressor.CompressorState, ref_fp8.FP8Vectors)  # their float32 is float32 in every way
+FP8 = "float8_e4m3fn"
 
 
 class Way(NamedTuple):
@@ -42,30 +61,37 @@ class Way(NamedTuple):
     Fields:
         backend: ``"numpy"`` (the definition), ``"torch"`` or ``"cann"``.
         processes: whether every rank is a process of its own.
+        model: ``"v4"``, a layer; or ``"v32"``, a stack of V3.2's blocks.
     """
 
     backend: str = "numpy"
     processes: bool = False
+    model: str = "v4"
 
     @property
     def flags(self) -> str:
         """The options that ask for it."""
         backend = "" if self.backend == "numpy" else f" --backend {self.backend}"
-        return backend + " --processes" * self.processes
+        return " --model v32" * (self.model == "v32") + backend + " --processes" * self.processes
 
     @property
     def dtype(self) -> str:
         """Of rows, weights and caches."""
-        return "bfloat16" if self.backend == "cann" else "float32"
+        if self.backend == "cann":
+            return "bfloat16"
+        return "float64" if self.model == "v32" else "float32"
 
     @property
     def heading(self) -> str:
         """What it is, in words."""
         what = {
-            "numpy": "the definition (dsacp_ref.layer, float32)",
-            "torch": "torch (dsacp_npu.layer, float32)",
-            "cann": f"cann (dsacp_npu.layer, bfloat16, int8 index keys; {operators()})",
-        }[self.backend]
+            ("v4", "numpy"): "the definition (dsacp_ref.layer, float32)",
+            ("v4", "torch"): "torch (dsacp_npu.layer, float32)",
+            ("v4", "cann"): f"cann (dsacp_npu.layer, bfloat16, int8 index keys; {operators()})",
+            ("v32", "numpy"): "V3.2, the definition (dsacp_ref.mla_stack, float64)",
+            ("v32", "torch"): "V3.2, torch (dsacp_npu.mla_stack, float64)",
+            ("v32", "cann"): f"V3.2, cann (dsacp_npu.mla_layer, bfloat16; {operators()})",
+        }[self.model, self.backend]
         return what + (", every rank a process, over gloo" if self.processes else "")
 
 
@@ -129,15 +155,16 @@ def one_device_layer(way: Way, *args: Any, **options: Any) -> LayerOutput:
 
 
 def called(way: Way, module: str, function: str, *args: Any, dtype: str | None = None, **options: Any) -> Any:
-    """A function of `dsacp_npu` on arrays, with the way's backend."""
+    """A function of `dsacp_npu` on arrays, with the way's backend unless another is given."""
     from dsacp_npu import backend
 
-    chosen = backend.get(way.backend)
+    chosen = options.pop("backend") if "backend" in options else backend.get(way.backend)
     with operators_of(way):
         run = getattr(import_module(f"dsacp_npu.{module}"), function)
         to, device = dtype or way.dtype, device_of(way)
-        planned = {LayerBatch: "cpu"} if function == "layer_over_ranks" else {}  # lengths are planned with on the host
-        made_args = (tensors(arg, to, planned.get(type(arg), device)) for arg in args)
+        # Over ranks, lengths are planned with on the host.
+        planned = (LayerBatch, MLABatch) if function.endswith("_over_ranks") else ()
+        made_args = (tensors(arg, to, "cpu" if isinstance(arg, planned) else device) for arg in args)
         options = {name: tensors(value, to, device) for name, value in options.items()}
         return arrays(run(*made_args, backend=chosen, **options))
 
@@ -170,17 +197,19 @@ def device_of(way: Way) -> str:
 
 
 def tensors(value: Any, dtype: str, device: str = "cpu") -> Any:
-    """What the mirror takes in the place of these arrays and records; float32 becomes this dtype, but in states."""
+    """What the mirror takes in the place of these arrays and records; float32 becomes this dtype, but where KEPT."""
     import torch
 
     if isinstance(value, np.ndarray):
+        if value.dtype.name == FP8:  # torch takes numpy's own dtypes only
+            return torch.from_numpy(value.view(np.uint8).copy()).view(getattr(torch, FP8)).to(device)
         made = torch.from_numpy(np.array(value))
         return made.to(device, getattr(torch, dtype) if made.dtype == torch.float32 else made.dtype)
     if hasattr(value, "_fields"):
-        inner = "float32" if isinstance(value, ref_compressor.CompressorState) else dtype
+        inner = "float32" if isinstance(value, KEPT) else dtype
         return mirror_record(type(value))(*(tensors(part, inner, device) for part in value))
-    if isinstance(value, list):
-        return [tensors(part, dtype, device) for part in value]
+    if isinstance(value, (list, tuple)):
+        return type(value)(tensors(part, dtype, device) for part in value)
     return value
 
 
@@ -189,11 +218,13 @@ def arrays(value: Any) -> Any:
     import torch
 
     if isinstance(value, torch.Tensor):
+        if value.dtype == getattr(torch, FP8):
+            return value.cpu().view(torch.uint8).numpy().view(ref_fp8.narrow_floats().float8_e4m3fn)
         return (value.float() if value.dtype == torch.bfloat16 else value).cpu().numpy()
     if hasattr(value, "_fields"):
         return RECORDS[type(value).__name__](*map(arrays, value))
-    if isinstance(value, list):
-        return [arrays(part) for part in value]
+    if isinstance(value, (list, tuple)):
+        return type(value)(arrays(part) for part in value)
     return value
 
 

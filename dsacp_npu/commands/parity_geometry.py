@@ -11,6 +11,7 @@ from dsacp_npu.commands.parity_cells import RANKS, SPLITS
 from dsacp_npu.commands.parity_trace import DrawnStep
 from dsacp_ref.config import v4_flash
 from dsacp_ref.extents import build_cp_local_metadata, local_extents, query_positions
+from dsacp_ref.mla_config import v32
 from dsacp_ref.partition import partition_tokens
 
 
@@ -19,8 +20,9 @@ class GeometryResult(NamedTuple):
 
     Fields:
         text: what is wrong; empty when all is right.
-        attended: keys that the busiest rank attends to, over the mean; window and chosen entries of a ratio-4 layer.
-        scored: likewise, entries that it scores to choose them.
+        attended: keys that the busiest rank attends to, over the mean: window and chosen entries of a V4 layer of
+            ratio 4, or the tokens that V3.2 chooses.
+        scored: likewise, what it scores to choose them.
     """
 
     step: str
@@ -31,12 +33,12 @@ class GeometryResult(NamedTuple):
     scored: float
 
 
-def geometry(step: DrawnStep) -> list[GeometryResult]:
+def geometry(step: DrawnStep, model: str = "v4") -> list[GeometryResult]:
     """Every split over every number of ranks."""
-    return [geometry_result(step, split, ranks) for split in SPLITS for ranks in RANKS]
+    return [geometry_result(step, split, ranks, model) for split in SPLITS for ranks in RANKS]
 
 
-def geometry_result(step: DrawnStep, split: str, ranks: int) -> GeometryResult:
+def geometry_result(step: DrawnStep, split: str, ranks: int, model: str = "v4") -> GeometryResult:
     """One split, compared with positions counted out request by request."""
     query_start_loc, seq_lens = step.arrays()
     requests = np.repeat(np.arange(len(step.shares)), [share.new for share in step.shares])
@@ -46,9 +48,13 @@ def geometry_result(step: DrawnStep, split: str, ranks: int) -> GeometryResult:
         owned = partition_tokens(query_start_loc, ranks, split=split).token_indices
     except Exception as error:
         return GeometryResult(step.name, split, ranks, f"{type(error).__name__}: {error}", 0.0, 0.0)
-    flash = v4_flash()
-    entries = (positions + 1) // 4
-    keys = np.minimum(positions + 1, flash.window_size) + np.minimum(entries, flash.index_topk)
+    if model == "v32":
+        entries = positions + 1
+        keys = np.minimum(entries, v32().index_topk)
+    else:
+        flash = v4_flash()
+        entries = (positions + 1) // 4
+        keys = np.minimum(positions + 1, flash.window_size) + np.minimum(entries, flash.index_topk)
 
     def imbalance(work: np.ndarray) -> float:
         shares = [float(work[tokens[tokens >= 0]].sum()) for tokens in owned]

@@ -75,7 +75,13 @@ class Processes:
 
 
 def step(way: Way, weights: LayerWeights, tasks: Sequence[tuple[Any, ...]]) -> RanksOutput:
-    """One step, a task a rank.
+    """One step of a V4 layer, a task a rank."""
+    made: list[LayerOutput] = outputs(way, weights, tasks)
+    return RanksOutput(*map(list, zip(*made, strict=True)))
+
+
+def outputs(way: Way, weights: Any, tasks: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """What each rank makes of its task: the function, this rank's rows and caches, and what all ranks share.
 
     Raises:
         UnsupportedError: all ranks refuse it, with the text of the first.
@@ -91,8 +97,7 @@ def step(way: Way, weights: LayerWeights, tasks: Sequence[tuple[Any, ...]]) -> R
         raise
     if answers[0][0] == REFUSED:
         raise UnsupportedError(answers[0][1])
-    outputs: list[LayerOutput] = [output for _, output in answers]
-    return RanksOutput(*map(list, zip(*outputs, strict=True)))
+    return [output for _, output in answers]
 
 
 def close_all() -> None:
@@ -115,7 +120,7 @@ class Pool:
         self.directory = Path(tempfile.mkdtemp(prefix=f"dsacp-parity-{size}-ranks-"))
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
-        self.weights: LayerWeights | None = None  # what the processes have
+        self.weights: Any = None  # what the processes have
         before = {name: os.environ.get(name) for name in THREADS}
         os.environ.update(dict.fromkeys(THREADS, "1"))  # the server and what it starts inherit this
         try:
@@ -132,7 +137,7 @@ class Pool:
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
         self.met = False
 
-    def step(self, weights: LayerWeights, tasks: Sequence[tuple[Any, ...]]) -> list[tuple[str, Any]]:
+    def step(self, weights: Any, tasks: Sequence[tuple[Any, ...]]) -> list[tuple[str, Any]]:
         """Send every rank its task, and wait for all answers: all done, or all refused."""
         if not self.met:
             self.answers(START)
@@ -221,12 +226,13 @@ def work(pipe: Connection, directory: Path, way: Way, size: int, rank: int) -> N
     answer(meet)
     with suppress(EOFError), operators_of(way):
         while (message := task()) is not None:
-            if isinstance(message, LayerWeights):
+            if hasattr(message, "_fields"):  # a record of weights; a task is a plain tuple
                 weights = message
                 answer(lambda: None)
             else:
                 name, x, cache, batch, config, modes = message
-                answer(called, way, "distributed", name, x, weights, cache, batch, config, ranks, **modes)
+                module, function = f"distributed.{name}".split(".")[-2:]  # a bare name is V4's
+                answer(called, way, module, function, x, weights, cache, batch, config, ranks, **modes)
     if ranks is not None:
         ranks.close()
 

@@ -34,6 +34,7 @@ class CellResult(NamedTuple):
     """One cell.
 
     Fields:
+        cell: Cell, or StackCell of V3.2.
         verdict: OK, REFUSED (and had to be) or FAIL.
         text: of a refusal, or what is wrong.
         error: against one device in float64, largest error over largest value.
@@ -43,7 +44,7 @@ class CellResult(NamedTuple):
         swaps: rows in which another selection was accepted.
     """
 
-    cell: Cell
+    cell: Any
     verdict: str
     text: str = ""
     error: float = 0.0
@@ -81,6 +82,11 @@ class DeviceResult(NamedTuple):
     given: float = 0.0
     place: Place = NOWHERE
     seconds: float = 0.0
+
+    @property
+    def kind(self) -> str:
+        """What beside the scenario tells it from others."""
+        return f"ratio {self.ratio}"
 
 
 # --- one device ---

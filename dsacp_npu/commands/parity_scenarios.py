@@ -149,10 +149,14 @@ class Tokens(NamedTuple):
 
 def step_tokens(step: Step) -> Tokens:
     """Batch row and position of every row of the step, counted out from lengths alone."""
-    requests, positions = np.full((2, len(step.x)), -1)
-    starts, lens = step.batch.query_start_loc, step.batch.seq_lens
-    for request, seq_len in enumerate(lens.tolist()):
-        start, stop = int(starts[request]), int(starts[request + 1])
+    return batch_tokens(step.batch.query_start_loc, step.batch.seq_lens, len(step.x))
+
+
+def batch_tokens(query_start_loc: np.ndarray, seq_lens: np.ndarray, num_rows: int) -> Tokens:
+    """The same of so many rows, from a batch's lengths."""
+    requests, positions = np.full((2, num_rows), -1)
+    for request, seq_len in enumerate(seq_lens.tolist()):
+        start, stop = int(query_start_loc[request]), int(query_start_loc[request + 1])
         if seq_len:
             requests[start:stop], positions[start:stop] = request, np.arange(seq_len - (stop - start), seq_len)
     return Tokens(requests, positions)

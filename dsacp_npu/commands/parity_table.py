@@ -6,10 +6,10 @@ import shlex
 import sys
 import textwrap
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from platform import python_version
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -137,12 +137,22 @@ def show_devices(results: Sequence[DeviceResult]) -> None:
 
 
 def show_cells(results: Sequence[CellResult], way: Way) -> None:
-    """Ranks against one device and transformers. Refusals are told below, each text once."""
+    """Ranks against one device and transformers."""
     half = way.dtype == "bfloat16"
+    title = "Ranks against one device" + ("" if half else " and against transformers")
+    columns = "ratio: ranks: split rows keys output scenario".split()
+    show_results(title, HALF_LEGEND if half else CELL_LEGEND, columns, results, ("theirs:",) if half else ())
+
+
+NUMBERS = ("error:", "budget:", "theirs:", "swaps:")
+
+
+def show_results(
+    title: str, legend: str, columns: Sequence[str], results: Sequence[CellResult], left_out: Sequence[str]
+) -> None:
+    """A row for each cell, these of its numbers left out. Refusals are told below, each text once."""
     texts = list(dict.fromkeys(r.text for r in results if r.verdict == REFUSED))
-    columns = "ratio: ranks: split rows keys output scenario error: budget: theirs: swaps: result".split()
-    if half:
-        columns.remove("theirs:")
+    shown = [i for i, name in enumerate(NUMBERS) if name not in left_out]
     rows = []
     for r in results:
         numbers = ("", "", "", "")
@@ -152,10 +162,8 @@ def show_cells(results: Sequence[CellResult], way: Way) -> None:
         elif r.share or r.verdict == OK:
             share = f"{r.share:.2f}" if r.share < 100 else f"{r.share:.0e}"
             numbers = small(r.error), share, small(r.theirs), str(r.swaps)
-        shown = numbers[:2] + numbers[3:] if half else numbers
-        rows.append((*map(str, r.cell), *shown, result))
-    title = "Ranks against one device" + ("" if half else " and against transformers")
-    show(title, HALF_LEGEND if half else CELL_LEGEND, columns, rows)
+        rows.append((*map(str, r.cell), *(numbers[i] for i in shown), result))
+    show(title, legend, [*columns, *(NUMBERS[i] for i in shown), "result"], rows)
     if texts:
         print("\n  refused, as they have to be:")
         for number, text in enumerate(texts, 1):
@@ -176,7 +184,7 @@ def show_steps(steps: Sequence[DrawnStep]) -> None:
     show("Steps drawn from the trace", STEP_LEGEND, columns, rows)
 
 
-def show_geometry(results: Sequence[GeometryResult]) -> None:
+def show_geometry(results: Sequence[GeometryResult], model: str = "v4") -> None:
     """Every split at real lengths: right or not, and how even the work is, over the steps."""
     sizes = sorted({r.ranks for r in results} - {1})
     works = [(work, size) for work in ("attended", "scored") for size in sizes]
@@ -187,7 +195,8 @@ def show_geometry(results: Sequence[GeometryResult]) -> None:
         uneven = [[getattr(r, work) for r in mine if r.ranks == size] for work, size in works]
         verdict = FAIL if any(r.text for r in mine) else OK
         rows.append((split, *(f"{np.mean(ratios):.2f} {max(ratios):.2f}" for ratios in uneven), verdict))
-    show("Every split at real lengths, over 2 ranks and more", GEOMETRY_LEGEND, columns, rows)
+    legend = GEOMETRY_LEGEND if model == "v4" else GEOMETRY_LEGEND.replace("V4-Flash, ratio 4", "V3.2")
+    show("Every split at real lengths, over 2 ranks and more", legend, columns, rows)
 
 
 MOST_TOLD = 20  # failures told in full
@@ -195,15 +204,20 @@ MOST_TOLD = 20  # failures told in full
 
 def show_summary(
     geometries: Sequence[GeometryResult],
-    devices: Sequence[DeviceResult],
+    devices: Sequence[Any],
     cells: Sequence[CellResult],
     repeat: str,
     seed: int,
     heading: str = "",
+    cell_of: Callable[..., object] | None = None,
 ) -> int:
-    """The failures, each with the line that repeats it, then the sums. Returns the number of failures."""
+    """The failures, each with the line that repeats it, then the sums. Returns the number of failures.
+
+    ``cell_of`` names a cell that repeats what is not of one cell: V4's, unless another is given.
+    """
+    repeating = cell_of or v4_cell
     failures = [(f"{r.step}, {r.split} over {r.ranks} ranks: {r.text}", repeating(r)) for r in geometries if r.text]
-    failures += [(f"{r.scenario}, ratio {r.ratio}: {r.text}", repeating(r)) for r in devices if r.verdict == FAIL]
+    failures += [(f"{r.scenario}, {r.kind}: {r.text}", repeating(r)) for r in devices if r.verdict == FAIL]
     failures += [(f"{r.text}", r.cell) for r in cells if r.verdict == FAIL]
     if failures:
         print(f"\nFailures: {len(failures)}" + f", the first {MOST_TOLD}:" * (len(failures) > MOST_TOLD) + "\n")
@@ -230,7 +244,7 @@ def show_summary(
     return len(failures)
 
 
-def repeating(result: GeometryResult | DeviceResult) -> Cell:
+def v4_cell(result: GeometryResult | DeviceResult) -> Cell:
     """A cell that may run, and whose call repeats this result too."""
     if isinstance(result, GeometryResult):
         return Cell(1, result.ranks, result.split, "full", "replicate", "replicated_weight", result.step)
