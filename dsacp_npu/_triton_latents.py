@@ -6,7 +6,7 @@ from typing import Any
 
 from dsacp_npu import mla as mirror
 from dsacp_npu._tensors import Float, Int32, check_tensor, dtype_name, torch, values_known
-from dsacp_npu._triton_attention import LOG2_E, reach
+from dsacp_npu._triton_attention import HOPPER_TILE, LOG2_E, Launch, reach, takes_hopper
 from dsacp_npu._triton_attention_slots import EntrySlots, Pages, chosen_slots, pages_of
 from dsacp_npu._triton_launch import check_runs, family_of, programs_for, tile_for
 from dsacp_npu._triton_metadata import query_rows_and_positions
@@ -19,6 +19,7 @@ from dsacp_ref.spec import INT32_MAX, UnsupportedError
 __all__ = ["latent_attention"]
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+HOPPER_ROPE = 64
 
 
 def latent_attention(
@@ -82,15 +83,14 @@ def attended(
     q_latent, q_rope = q_latent.detach().contiguous(), q_rope.detach().contiguous()
     num_queries, num_heads, rank = q_latent.shape
     out, lse = torch.empty_like(q_latent), q_latent.new_empty(q_latent.shape[:2], dtype=torch.float32)
-    family = family_of(q_latent)
-    tile = tile_for(TILES, q_latent, "attention over latents", tile_key(num_heads, q_latent.element_size()))
-    num_tasks = num_queries * -(-num_heads // tile.heads)
+    wide = max(reach(latent_cache), reach(rope_cache)) > INT32_MAX
+    sizes = {"H": num_heads, "D": rank, "ROPE": q_rope.shape[2], "WIDE": wide}
+    hopper = takes_hopper(q_latent) and sizes["ROPE"] == HOPPER_ROPE
+    launch = hopper_launch(q_latent, sizes) if hopper else portable_launch(q_latent, sizes)
+    num_tasks = num_queries * -(-num_heads // launch.heads)
     if num_tasks == 0:
         return AttentionOutput(out, lse)
-    wide = max(reach(latent_cache), reach(rope_cache)) > INT32_MAX
-    programs = min(num_tasks, programs_for(q_latent, cube=True, waves=tile.waves)) if tile.waves else num_tasks
-    options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages} if family == "cuda" else {}
-    latents_kernel[(programs,)](
+    launch.kernel[(min(launch.programs, num_tasks) if launch.programs else num_tasks,)](
         q_latent,
         q_rope,
         latent_cache.detach(),
@@ -101,8 +101,26 @@ def attended(
         lse,
         num_tasks,
         chosen.slots.shape[1],
-        softmax_scale * (LOG2_E if family == "cuda" else 1.0),
-        **switches(family, tile, H=num_heads, D=rank, ROPE=q_rope.shape[2], WIDE=wide),
-        **options,
+        softmax_scale * (LOG2_E if family_of(q_latent) == "cuda" else 1.0),
+        **launch.constexprs,
+        **launch.options,
     )
     return AttentionOutput(out, lse)
+
+
+def portable_launch(q_latent: Float, sizes: dict[str, Any]) -> Launch:
+    """The kernel that runs everywhere, with the tile of the device's family."""
+    family = family_of(q_latent)
+    tile = tile_for(TILES, q_latent, "attention over latents", tile_key(sizes["H"], q_latent.element_size()))
+    programs = programs_for(q_latent, cube=True, waves=tile.waves) if tile.waves else 0
+    options = {"num_warps": tile.warps, "num_stages": tile.stages} if family == "cuda" else {}
+    return Launch(latents_kernel, tile.heads, programs, switches(family, tile, **sizes), options)
+
+
+def hopper_launch(q_latent: Float, sizes: dict[str, Any]) -> Launch:
+    """One program a multiprocessor, its warps in roles as in attention's."""
+    from dsacp_npu.kernels.hopper.latents import latents_hopper_kernel
+
+    constexprs = {**sizes, "BH": HOPPER_TILE, "BK": HOPPER_TILE}
+    programs = programs_for(q_latent, cube=True)
+    return Launch(latents_hopper_kernel, HOPPER_TILE, programs, constexprs, {"num_warps": 4})

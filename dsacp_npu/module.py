@@ -31,7 +31,7 @@ from dsacp_npu.caches import DTYPES, OVERLAP_RATIO, PagedCache
 from dsacp_npu.compressor import CompressorWeights
 from dsacp_npu.indexer import IndexerWeights
 from dsacp_npu.layer import layer_frequencies
-from dsacp_npu.loading import INT8_WEIGHTS, SPELLINGS, Held, Spelling
+from dsacp_npu.loading import INT8_WEIGHTS, Held
 from dsacp_npu.parallel import Parallel, check_model, parallel_of
 from dsacp_npu.partition import counted
 from dsacp_npu.quant import QuantizedWeight
@@ -92,7 +92,6 @@ class DSAttention(nn.Module):
     (1, (32768, 1024))
     """
 
-    spellings: tuple[Spelling, ...] = SPELLINGS  # of the checkpoint's keys
     any_float: tuple[str, ...] = ()  # weights that another model's module may hold in a dtype of its own
 
     def __init__(

@@ -242,7 +242,8 @@ def empty_mla_cache(
     check_record("config", config, MLAConfig)
     blocks = check_int("num_blocks", num_blocks, 0), check_int("block_size", block_size, 1)
     check_choice("dtype", dtype, FLOATS)
-    if check_bool("fp8", fp8) and check_bool("int8_index_cache", int8_index_cache):
+    both = check_bool("fp8", fp8), check_bool("int8_index_cache", int8_index_cache)
+    if all(both):
         raise contract_error("int8_index_cache", "be False with fp8", True, "index keys are kept in one of the two")
     widths = (config.kv_lora_rank, config.rope_head_dim, config.index_head_dim)
     latents, rope_keys, index_keys = (np.zeros((*blocks, width), dtype) for width in widths)

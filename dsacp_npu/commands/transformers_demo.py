@@ -6,7 +6,7 @@ import argparse
 import multiprocessing
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +20,8 @@ from dsacp_npu.commands import outside
 from dsacp_npu.commands.counted import counted_transport
 from dsacp_npu.integrations.transformers import enable
 from dsacp_npu.parallel import parallel_of
-from dsacp_npu.partition import partition_tokens
 from dsacp_ref.config import AttentionConfig, ParallelConfig, v4_flash
+from dsacp_ref.mla_config import MLAConfig, v32
 from dsacp_ref.spec import ContractError, UnsupportedError, check_int, contract_error
 
 # The first layers of V4-Flash, small; eight output groups, as many as the real ones, for up to eight ranks.
@@ -35,6 +35,25 @@ CONFIG = replace(
     # With few heads, ReLU makes many index scores exactly 0, and libraries choose differently among equal ones.
     index_n_heads=v4_flash().index_n_heads,
 )
+# V3.2, as small; every layer is alike. Released rotary constants, except that YaRN begins early.
+MLA_LAYERS = 3
+MLA_CONFIG = replace(
+    v32(),
+    hidden_size=96,
+    num_hidden_layers=MLA_LAYERS,
+    num_heads=8,
+    q_lora_rank=40,
+    kv_lora_rank=32,
+    nope_head_dim=32,
+    rope_head_dim=16,
+    v_head_dim=24,
+    index_head_dim=32,
+    index_topk=24,
+    rope_original_max_position=64,
+    max_position_embeddings=64 * int(v32().rope_factor),
+)
+MLA_SURROUNDINGS = {"intermediate_size": 48, "first_k_dense_replace": 1, "moe_intermediate_size": 16}
+MLA_SURROUNDINGS |= {"n_routed_experts": 4, "n_group": 1, "topk_group": 1}
 BYTES = 256  # the vocabulary
 CHUNK = 256  # tokens that the untouched model reads at once
 TIMEOUT = 120.0  # seconds that ranks wait for each other
@@ -82,6 +101,57 @@ def build_causal_model(config: AttentionConfig, *, vocab_size: int, seed: int = 
     return model.eval().requires_grad_(False)
 
 
+def build_mla_causal_model(config: MLAConfig, *, vocab_size: int, seed: int = 0) -> Any:
+    """A `DeepseekV32ForCausalLM` with random float32 weights, drawn as `outside.build_model` draws them."""
+    import transformers
+
+    options: dict[str, Any] = config.to_json() | MLA_SURROUNDINGS | {"vocab_size": vocab_size}
+    options |= {"attn_implementation": "eager", "experts_implementation": "eager"}
+    options |= {"bos_token_id": None, "eos_token_id": None, "num_key_value_heads": config.num_heads}
+    options["num_experts_per_tok"] = options["n_routed_experts"]  # as above
+    with torch.random.fork_rng(devices=[]):
+        model: Any = transformers.DeepseekV32ForCausalLM(transformers.DeepseekV32Config(**options))
+    model = model.to(torch.float32)
+    rng = np.random.default_rng([seed, vocab_size])
+    for weight in model.parameters():
+        drawn = rng.standard_normal(tuple(weight.shape), dtype=np.float32)
+        scaled = 1 + 0.3 * drawn if weight.ndim == 1 else drawn * 1.5 / weight.shape[-1] ** 0.5
+        weight.data.copy_(torch.from_numpy(scaled))
+    return model.eval().requires_grad_(False)
+
+
+class Demo(NamedTuple):
+    """What differs between the two models.
+
+    Fields:
+        config: of the attention.
+        build: what makes the model of it.
+        num_layers: int.
+        modes: options besides the switch and the split.
+        most_ranks, why: int, and what bounds it.
+    """
+
+    config: Any
+    build: Callable[..., Any]
+    num_layers: int
+    modes: dict[str, Any]
+    most_ranks: int
+    why: str
+
+
+DEMOS = {
+    "v4": Demo(CONFIG, build_causal_model, LAYERS, {}, CONFIG.o_groups, "ranks share the output groups"),
+    "v32": Demo(
+        MLA_CONFIG,
+        build_mla_causal_model,
+        MLA_LAYERS,
+        {"dsa_cp_key_mode": "gather_kv", "dsa_cp_output_mode": "replicated_weight"},
+        CONFIG.o_groups,
+        "the small model needs no more",
+    ),
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, print, and say whether it worked: 2 for a call that cannot work."""
     try:
@@ -89,9 +159,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = Path(args.prompt_file).read_bytes()
         if not text:
             raise contract_error("--prompt-file", "hold at least one byte", "an empty file")
-        size = check_int("--processes", args.processes, 1, CONFIG.o_groups, "ranks share the output groups")
-        options = ParallelConfig(enable_dsa_cp=True, prefill_cp_mode=args.split)
-        show(reports(text, size, options), len(text))
+        demo = DEMOS[args.model]
+        size = check_int("--processes", args.processes, 1, demo.most_ranks, demo.why)
+        options = ParallelConfig(enable_dsa_cp=True, prefill_cp_mode=args.split, **demo.modes)
+        show(reports(args.model, text, size, options), f"{len(text)} tokens, {demo.num_layers} layers")
     except (ContractError, UnsupportedError, ImportError, OSError) as error:
         print(f"dsacp_npu.integrations.transformers: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -102,17 +173,18 @@ def parser() -> argparse.ArgumentParser:
     """The flags."""
     made = argparse.ArgumentParser(
         prog="python -m dsacp_npu.integrations.transformers",
-        description="A small random DeepSeek-V4 of transformers reads the bytes of a file, its attention split over "
-        "processes, and its logits are compared with those of the untouched model.",
+        description="A small random DeepSeek-V4 or V3.2 of transformers reads the bytes of a file, its attention split "
+        "over processes, and its logits are compared with those of the untouched model.",
         allow_abbrev=False,
     )
     made.add_argument("--prompt-file", required=True, help="any file; its bytes are the tokens")
+    made.add_argument("--model", choices=DEMOS, default="v4", help="which of them (default v4)")
     made.add_argument("--processes", type=int, default=2, help="ranks, one process each (default 2)")
     made.add_argument("--split", default="contiguous", help="the rule that hands tokens to ranks (default contiguous)")
     return made
 
 
-def reports(text: bytes, size: int, options: ParallelConfig) -> list[Report]:
+def reports(name: str, text: bytes, size: int, options: ParallelConfig) -> list[Report]:
     """What every rank says."""
     context = multiprocessing.get_context("forkserver")
     # Not this module: it would bring in the one that each process runs first, as its __main__.
@@ -123,27 +195,26 @@ def reports(text: bytes, size: int, options: ParallelConfig) -> list[Report]:
     ):
         # A rank ends only after it has met the others, so each task gets a process of its own.
         meeting = f"file://{folder}/meeting"
-        tasks = [pool.submit(rank_report, meeting, size, rank, text, options) for rank in range(size)]
+        tasks = [pool.submit(rank_report, meeting, size, rank, name, text, options) for rank in range(size)]
         return [task.result() for task in tasks]
 
 
-def rank_report(meeting: str, size: int, rank: int, text: bytes, options: ParallelConfig) -> Report:
+def rank_report(meeting: str, size: int, rank: int, name: str, text: bytes, options: ParallelConfig) -> Report:
     """One rank: the model untouched, then with its attention split."""
     torch.set_num_threads(1)
     ranks = distributed.connect(meeting, size, rank, timeout=TIMEOUT)
     try:
-        model = build_causal_model(CONFIG, vocab_size=BYTES)
+        model = DEMOS[name].build(DEMOS[name].config, vocab_size=BYTES)
         ids = torch.tensor([list(text)])
         plain = untouched_logits(model, ids)
         session = enable(model, num_tokens=len(text), max_requests=1, parallel=parallel_of(options, tp=ranks))
         with counted_transport(torch.distributed) as received, session.step({"text": len(text)}) as step:
             logits = model(ids, position_ids=step.position_ids).logits
-        lengths = torch.tensor([0, len(text)], dtype=torch.int32)
-        own = partition_tokens(lengths, size, split=options.prefill_cp_mode).token_indices[rank]
+        partition = step.metadata.partition  # None in a step that every rank runs whole
         apart = (logits - plain).abs().amax(dim=-1)
         return Report(
-            int((own >= 0).sum()),
-            session.caches.memory().num_bytes,
+            len(text) if partition is None else int((partition.token_indices[rank] >= 0).sum()),
+            sum(cache.num_bytes for cache in session.caches),
             sum(call.num_bytes for call in received),
             float(apart.median()),
             float(apart.max()),
@@ -162,7 +233,7 @@ def untouched_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return torch.cat([model(part, cache=past, use_cache=True).logits for part in torch.split(ids, CHUNK, dim=1)], dim=1)
 
 
-def show(rows: Sequence[Report], num_tokens: int) -> None:
+def show(rows: Sequence[Report], title: str) -> None:
     """The table."""
     try:
         from rich.box import SIMPLE_HEAD
@@ -170,7 +241,7 @@ def show(rows: Sequence[Report], num_tokens: int) -> None:
         from rich.table import Table
     except ImportError as error:
         raise ImportError("the table is printed with rich; pip install rich") from error
-    table = Table(title=f"{num_tokens} tokens, {LAYERS} layers", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     columns = ("rank", "tokens", "caches, MB", "received, MB", "apart: median", "most", "of", "same choice")
     for column in columns:
         table.add_column(column, justify="right")
@@ -187,4 +258,4 @@ def show(rows: Sequence[Report], num_tokens: int) -> None:
         )
     console = Console(highlight=False, markup=False)
     console.print(table)
-    console.print("apart: logits from the untouched model's; of two entries that score alike, either may be chosen")
+    console.print("apart: logits from the untouched model's; of two keys that score alike, either may be chosen")

@@ -21,6 +21,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from typing import Any, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary
@@ -64,17 +65,28 @@ class Step(NamedTuple):
 
 
 class Family(NamedTuple):
-    """What differs between the models that can be enabled."""
+    """What differs between the models that can be enabled; ``config`` is a function of the model inside."""
 
-    config: Callable[[dict[str, Any]], Any]
+    config: Callable[[Any], Any]
     attention: type[DSAttention] | type[MLAttention]
     caches: type[Caches] | type[MLACaches]
     step_metadata: Callable[..., StepMetadata | MLAStep]
 
 
+def v4_config(inner: Any) -> AttentionConfig:
+    """The constants of its attention."""
+    return AttentionConfig.from_json(inner.config.to_dict())
+
+
+def v32_config(inner: Any) -> MLAConfig:
+    """The constants of its attention, whose norms have an eps of their own, whatever the model's is."""
+    eps = inner.layers[0].self_attn.q_a_layernorm.variance_epsilon
+    return replace(MLAConfig.from_json(inner.config.to_dict()), rms_norm_eps=eps)
+
+
 FAMILIES = {
-    "deepseek_v4": Family(AttentionConfig.from_json, DSAttention, Caches, step_metadata),
-    "deepseek_v32": Family(MLAConfig.from_json, MLAttention, MLACaches, mla_step_metadata),
+    "deepseek_v4": Family(v4_config, DSAttention, Caches, step_metadata),
+    "deepseek_v32": Family(v32_config, MLAttention, MLACaches, mla_step_metadata),
 }
 
 
@@ -245,11 +257,11 @@ def enable(
             "outside of the attention"
         )
     family = FAMILIES[inner.config.model_type]
-    config = family.config(inner.config.to_dict())
+    config = family.config(inner)
     blocks = [layer.self_attn for layer in inner.layers]
     attentions = [attention_of(block, i, config, family, parallel, backend) for i, block in enumerate(blocks)]
     like = blocks[0].q_a_proj.weight
-    caches = family.caches(
+    caches: Any = family.caches(
         config,
         range(len(blocks)),
         num_tokens=num_tokens,

@@ -481,7 +481,8 @@ def test_enabling_twice_and_disabling_what_is_not(tiny: Any) -> None:
         "ContractError: model must not be enabled, got one that is; disable(model) first"
     )
     assert refusal(enable, torch.nn.Linear(1, 1), num_tokens=8) == (
-        "ContractError: model must be a DeepseekV4ForCausalLM or DeepseekV4Model of transformers, got Linear"
+        "ContractError: model must be a DeepseekV4ForCausalLM or DeepseekV32ForCausalLM of transformers, or the model "
+        "inside, got Linear"
     )
 
 

@@ -18,7 +18,7 @@ from dsacp_npu.layer import LayerCache
 from dsacp_npu.step import step_metadata
 from tests.cann.test_layer import KINDS, LEGAL, by_cut, float64_step, legal_world
 from tests.compare import assert_same, assert_same_selection, assert_within_budget, scoring_noise
-from tests.kernels import harness
+from tests.kernels import harness, latents_cases
 from tests.kernels import test_mla_layer as v32
 from tests.kernels.attention_cases import attending
 from tests.kernels.test_layer import on_kernels
@@ -134,6 +134,24 @@ def test_the_hopper_kernel_on_the_same_lists(form: str, num_heads: int, bound: f
     there["num_tasks"] = len(there["q_ptr"]) * -(-num_heads // 64)
     sizes = {name: case.constexprs[name] for name in ("H", "D", "WINDOW", "WIDTH", "ENTRIES", "FIXED", "WIDE")}
     attention_hopper_kernel[(2,)](**there, **sizes, BH=64, BK=64, num_warps=4)
+    for name, value in case.arguments.items():
+        if isinstance(value, torch.Tensor):
+            value.copy_(there[name])
+    case.check()
+
+
+@pytest.mark.skipif(not has_hopper(0), reason="this is no Hopper GPU, or Triton is older than 3.6")
+@pytest.mark.parametrize("wide", [False, True], ids=["int32", "int64"])
+@pytest.mark.parametrize("num_heads", [17, 128])
+def test_the_hopper_kernel_over_latents(num_heads: int, wide: bool) -> None:
+    """The portable kernel's cases: lists of nothing, gaps, NaN in what nobody chose."""
+    from dsacp_npu.kernels.hopper.latents import latents_hopper_kernel
+
+    case = latents_cases.attending(num_heads, rank=512, rope=64, family="cuda", wide=wide)
+    there = on_cuda(dict(case.arguments))
+    there["num_tasks"] = len(there["q_ptr"]) * -(-num_heads // 64)
+    sizes = {name: case.constexprs[name] for name in ("H", "D", "ROPE", "WIDE")}
+    latents_hopper_kernel[(2,)](**there, **sizes, BH=64, BK=64, num_warps=4)
     for name, value in case.arguments.items():
         if isinstance(value, torch.Tensor):
             value.copy_(there[name])
