@@ -69,9 +69,9 @@ __all__ = [
     "MLARanksOutput",
     "MLAWeights",
     "empty_mla_cache",
-    "mla_layer",
+    "mla_attention_layer",
     "mla_over_ranks",
-    "mla_layer_",
+    "mla_attention_layer_",
     "mla_over_ranks_",
 ]
 
@@ -105,7 +105,7 @@ def empty_mla_cache(
 # --- one device ---
 
 
-def mla_layer(
+def mla_attention_layer(
     x: Float,
     weights: MLAWeights,
     cache: MLACache,
@@ -115,12 +115,12 @@ def mla_layer(
     given_topk: Int32 | None = None,
     backend: Backend | None = None,
 ) -> MLAOutput:
-    """Mirror of `dsacp_ref.mla_layer.mla_layer`."""
+    """Mirror of `dsacp_ref.mla_layer.mla_attention_layer`."""
     check_mla_layer(x, weights, cache, batch, config, given_topk)
     return one_device(x, weights, copied(cache), batch, config, given_topk, backend)
 
 
-def mla_layer_(
+def mla_attention_layer_(
     x: Float,
     weights: MLAWeights,
     cache: MLACache,
@@ -130,7 +130,7 @@ def mla_layer_(
     given_topk: Int32 | None = None,
     backend: Backend | None = None,
 ) -> MLAOutput:
-    """`mla_layer`, written into the cache, which is returned in the output."""
+    """`mla_attention_layer`, written into the cache, which is returned in the output."""
     check_mla_layer(x, weights, cache, batch, config, given_topk)
     return one_device(x, weights, cache, batch, config, given_topk, backend)
 

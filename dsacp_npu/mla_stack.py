@@ -32,8 +32,8 @@ from dsacp_npu.mla_layer import (
     MLARanksOutput,
     MLAWeights,
     check_mla_layer,
-    mla_layer,
-    mla_layer_,
+    mla_attention_layer,
+    mla_attention_layer_,
     planned_mla_step,
     rank_step_of,
 )
@@ -53,13 +53,13 @@ __all__ = [
     "local_inputs",
     "mla_block",
     "mla_block_over_ranks",
-    "mla_stack",
+    "mla_decoder_stack",
     "mla_stack_over_ranks",
     "rows_argmax",
     "vocab_argmax",
     "mla_block_",
     "mla_block_over_ranks_",
-    "mla_stack_",
+    "mla_decoder_stack_",
     "mla_stack_over_ranks_",
 ]
 
@@ -145,7 +145,7 @@ def mla_block(
     backend: Backend | None = None,
 ) -> MLAOutput:
     """Mirror of `dsacp_ref.mla_stack.mla_block`."""
-    return one_device(mla_layer, x, weights, cache, batch, config, given_topk, backend)
+    return one_device(mla_attention_layer, x, weights, cache, batch, config, given_topk, backend)
 
 
 def mla_block_(
@@ -159,7 +159,7 @@ def mla_block_(
     backend: Backend | None = None,
 ) -> MLAOutput:
     """`mla_block`, written into the cache, which is returned in the output."""
-    return one_device(mla_layer_, x, weights, cache, batch, config, given_topk, backend)
+    return one_device(mla_attention_layer_, x, weights, cache, batch, config, given_topk, backend)
 
 
 def one_device(
@@ -323,7 +323,7 @@ def live_rows(x: Float, tokens: Int32, batch: MLABatch) -> Float:
 # --- from token ids to logits ---
 
 
-def mla_stack(
+def mla_decoder_stack(
     token_ids: Int32,
     weights: StackWeights,
     caches: Sequence[MLACache],
@@ -332,12 +332,12 @@ def mla_stack(
     *,
     backend: Backend | None = None,
 ) -> StackOutput:
-    """Mirror of `dsacp_ref.mla_stack.mla_stack`."""
+    """Mirror of `dsacp_ref.mla_stack.mla_decoder_stack`."""
     check_whole_stack(token_ids, weights, caches, batch, config)
     return whole_stack(token_ids, weights, [copied(cache) for cache in caches], batch, config, backend)
 
 
-def mla_stack_(
+def mla_decoder_stack_(
     token_ids: Int32,
     weights: StackWeights,
     caches: Sequence[MLACache],
@@ -346,7 +346,7 @@ def mla_stack_(
     *,
     backend: Backend | None = None,
 ) -> StackOutput:
-    """`mla_stack`, written into the caches, which are returned in the output."""
+    """`mla_decoder_stack`, written into the caches, which are returned in the output."""
     check_whole_stack(token_ids, weights, caches, batch, config)
     return whole_stack(token_ids, weights, caches, batch, config, backend)
 

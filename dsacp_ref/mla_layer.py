@@ -74,7 +74,7 @@ __all__ = [
     "MLARanksOutput",
     "MLAWeights",
     "empty_mla_cache",
-    "mla_layer",
+    "mla_attention_layer",
     "mla_over_ranks",
 ]
 
@@ -339,7 +339,7 @@ def attended(
 # --- one device ---
 
 
-def mla_layer(
+def mla_attention_layer(
     x: Float,
     weights: MLAWeights,
     cache: MLACache,

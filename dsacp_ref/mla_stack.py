@@ -33,7 +33,15 @@ from dsacp_ref.compressor import rms_norm
 from dsacp_ref.exchange import all_gather, check_group, check_sequence, check_shards
 from dsacp_ref.extents import FLOATS, Float, check_batch, token_positions
 from dsacp_ref.mla_config import MLAConfig
-from dsacp_ref.mla_layer import MLABatch, MLACache, MLAOutput, MLARanksOutput, MLAWeights, mla_layer, mla_over_ranks
+from dsacp_ref.mla_layer import (
+    MLABatch,
+    MLACache,
+    MLAOutput,
+    MLARanksOutput,
+    MLAWeights,
+    mla_attention_layer,
+    mla_over_ranks,
+)
 from dsacp_ref.partition import Int32, Partition, check_rows, checked_ranks, local_rows, partition_tokens
 from dsacp_ref.spec import check_array, check_int, check_record, contract_error
 
@@ -46,7 +54,7 @@ __all__ = [
     "local_inputs",
     "mla_block",
     "mla_block_over_ranks",
-    "mla_stack",
+    "mla_decoder_stack",
     "mla_stack_over_ranks",
     "rows_argmax",
     "vocab_argmax",
@@ -228,7 +236,7 @@ def mla_block(
     check_array("x", x, FLOATS, ("num_tokens", config.hidden_size), "the residual stream")
     x = live_rows(x, np.arange(len(x), dtype=np.int32), batch)
     normed = rms_norm(x, weights.attn_norm, config.rms_norm_eps)
-    attended = mla_layer(normed, weights.attention, cache, batch, config, given_topk=given_topk)
+    attended = mla_attention_layer(normed, weights.attention, cache, batch, config, given_topk=given_topk)
     x = x + attended.output
     fed = expert_output(rms_norm(x, weights.ffn_norm, config.rms_norm_eps), weights.experts)
     return attended._replace(output=x + fed)
@@ -308,7 +316,7 @@ def live_rows(x: Float, tokens: Int32, batch: MLABatch) -> Float:
 # --- from token ids to logits ---
 
 
-def mla_stack(
+def mla_decoder_stack(
     token_ids: Int32, weights: StackWeights, caches: Sequence[MLACache], batch: MLABatch, config: MLAConfig
 ) -> StackOutput:
     """One step of a stack on one device, from token ids to each request's logits.

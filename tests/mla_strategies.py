@@ -18,10 +18,10 @@ from dsacp_ref.mla_layer import (
     MLAIndexerWeights,
     MLAWeights,
     empty_mla_cache,
-    mla_layer,
+    mla_attention_layer,
     mla_over_ranks,
 )
-from dsacp_ref.mla_stack import MLABlockWeights, StackWeights, mla_stack, mla_stack_over_ranks
+from dsacp_ref.mla_stack import MLABlockWeights, StackWeights, mla_decoder_stack, mla_stack_over_ranks
 from dsacp_ref.partition import partition_tokens
 from tests import plain
 from tests.block_strategies import expert_of
@@ -180,7 +180,7 @@ def one_device(world: World) -> Forward:
     """A step on one device."""
 
     def forward(x: np.ndarray, batch: MLABatch, cache: MLACache) -> tuple[np.ndarray, np.ndarray, MLACache]:
-        out = mla_layer(x, world.weights, cache, batch, world.config)
+        out = mla_attention_layer(x, world.weights, cache, batch, world.config)
         return out.output, out.topk_indices, frozen(out.cache)
 
     return forward
@@ -580,7 +580,7 @@ def stack_on_one_device(stack: StackWorld) -> StackForward:
     def forward(
         token_ids: np.ndarray, batch: MLABatch, caches: list[MLACache]
     ) -> tuple[np.ndarray, np.ndarray, list[MLACache]]:
-        out = mla_stack(token_ids, stack.weights, caches, batch, stack.world.config)
+        out = mla_decoder_stack(token_ids, stack.weights, caches, batch, stack.world.config)
         return out.hidden, out.logits, frozen(out.caches)
 
     return forward

@@ -565,7 +565,7 @@ def test_one_device_that_breaks_down_is_a_finding(
     def broken(*_: object) -> None:
         raise IndexError("out of bounds")
 
-    monkeypatch.setattr(parity_v32_runs, "mla_stack", broken)
+    monkeypatch.setattr(parity_v32_runs, "mla_decoder_stack", broken)
     assert main(["parity", "--model", "v32", "--cell", str(a_cell())]) == 1
     out = capsys.readouterr().out
     assert "mixed, cache float: IndexError: out of bounds" in out

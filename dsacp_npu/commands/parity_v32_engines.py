@@ -48,7 +48,7 @@ def layer_over_ranks(
 
 def mirror_layer(way: Way, *args: Any, **options: Any) -> MLAOutput:
     """One step of one layer of the mirror on one device, in the way's dtype, without a backend."""
-    made: MLAOutput = called(way, "mla_layer", "mla_layer", *args, backend=None, **options)
+    made: MLAOutput = called(way, "mla_layer", "mla_attention_layer", *args, backend=None, **options)
     return made
 
 

@@ -20,7 +20,7 @@ from dsacp_npu.commands.parity_v32_weights import CONFIG, stack_weights
 from dsacp_ref.indexer import index_head_weights, index_scores
 from dsacp_ref.mla import mla_frequencies, token_index_queries
 from dsacp_ref.mla_config import MLAConfig
-from dsacp_ref.mla_layer import MLACache, MLAOutput, MLAWeights, mla_layer
+from dsacp_ref.mla_layer import MLACache, MLAOutput, MLAWeights, mla_attention_layer
 from dsacp_ref.paging import gathered_rows, slot_mapping
 from dsacp_ref.rope import rope_table
 
@@ -63,7 +63,7 @@ def one_layer(
     start: MLACache,
     given: Sequence[np.ndarray] | None = None,
     *,
-    run_layer: Callable[..., MLAOutput] = mla_layer,
+    run_layer: Callable[..., MLAOutput] = mla_attention_layer,
     stored: Callable[[np.ndarray], np.ndarray] = np.asarray,
 ) -> tuple[Rows, Choices]:
     """One layer alone on one device; with a selection per step when it is given.

@@ -35,7 +35,7 @@ from dsacp_npu.commands.parity_v32_weights import CONFIG, stack_weights
 from dsacp_ref.config import split_rule
 from dsacp_ref.mla_config import MLAConfig
 from dsacp_ref.mla_layer import MLAWeights
-from dsacp_ref.mla_stack import StackOutput, StackWeights, mla_stack
+from dsacp_ref.mla_stack import StackOutput, StackWeights, mla_decoder_stack
 from dsacp_ref.partition import partition_tokens
 
 
@@ -95,7 +95,7 @@ def one_device(scenario: StackScenario, weights: StackWeights, config: MLAConfig
     for step in scenario.steps:
 
         def run(caches: Layers, step: StackStep = step) -> tuple[Layers, StackOutput]:
-            out = mla_stack(step.token_ids, weights, caches, step.batch, config)
+            out = mla_decoder_stack(step.token_ids, weights, caches, step.batch, config)
             return out.caches, out
 
         caches, out = guarded_step(step, rows.caches, run)

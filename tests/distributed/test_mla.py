@@ -41,7 +41,7 @@ def due_steps(stack: StackWorld, steps: list[list[int]], idle: tuple[int, ...]) 
     for new in steps:
         ends = [a + b for a, b in zip(done, new, strict=True)]
         ids, batch = stack.step(done, ends, idle=idle)
-        out = ref.mla_stack(ids, stack.weights, caches, batch, stack.world.config)
+        out = ref.mla_decoder_stack(ids, stack.weights, caches, batch, stack.world.config)
         found.append((ids, batch, out))
         done, caches = ends, frozen(out.caches)
     return found

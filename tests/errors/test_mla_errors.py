@@ -82,7 +82,7 @@ LEGAL: dict[str, dict[str, Any]] = {
     "latent_attention": {"q_latent": np.ones((2, 3, 128)), **READ},
     "expanded_attention": {"q_nope": Q, "w_uk": WEIGHTS.w_uk, "w_uv": WEIGHTS.w_uv, **READ},
     "empty_mla_cache": {"config": CONFIG, **SIZES},
-    "mla_layer": {"x": X, "weights": WEIGHTS, "cache": CACHE, "given_topk": None, **STEP},
+    "mla_attention_layer": {"x": X, "weights": WEIGHTS, "cache": CACHE, "given_topk": None, **STEP},
     "mla_over_ranks": {
         "shards": SHARDS,
         "weights": WEIGHTS,
@@ -109,7 +109,7 @@ LEGAL: dict[str, dict[str, Any]] = {
         **STEP,
         **RANKS,
     },
-    "mla_stack": {"token_ids": IDS, "weights": STACK.weights, "caches": STACK.caches, **STEP},
+    "mla_decoder_stack": {"token_ids": IDS, "weights": STACK.weights, "caches": STACK.caches, **STEP},
     "mla_stack_over_ranks": {
         "token_ids": IDS,
         "weights": STACK.weights,
@@ -121,9 +121,9 @@ LEGAL: dict[str, dict[str, Any]] = {
     "rows_argmax": {"logits": SHARDS, "partition": SPLIT, "query_start_loc": LOC},
     "vocab_argmax": {"logits": [np.ones((2, 3)), np.ones((2, 1))]},
 }
-LAYERS = ("mla_layer", "mla_over_ranks")
+LAYERS = ("mla_attention_layer", "mla_over_ranks")
 BLOCKS = ("mla_block", "mla_block_over_ranks")
-STACKS = ("mla_stack", "mla_stack_over_ranks")
+STACKS = ("mla_decoder_stack", "mla_stack_over_ranks")
 OVER_RANKS = ("mla_over_ranks", "mla_block_over_ranks")
 STEPS = (*LAYERS, *BLOCKS, *STACKS)
 WRITING = [name for name in LEGAL if name.startswith("mla_") and name != "mla_frequencies"]
@@ -419,9 +419,9 @@ def caches_with(name: str, **fields: Any) -> dict[str, Any]:
     """The caches of a step, that of the last rank and the last layer with other fields."""
     bad = CACHE._replace(**fields)
     whole = {
-        "mla_layer": bad,
+        "mla_attention_layer": bad,
         "mla_block": bad,
-        "mla_stack": [CACHE, bad],
+        "mla_decoder_stack": [CACHE, bad],
         "mla_stack_over_ranks": [[CACHE] * 2, [CACHE, bad]],
     }
     return {"caches" if isinstance(LEGAL[name].get("caches"), list) else "cache": whole.get(name, [CACHE, bad])}
@@ -560,16 +560,23 @@ STEP_CASES: list[tuple[str, dict[str, Any], str]] = [
         for name in GIVEN
     ),
     # Rows of one device.
-    ("mla_layer", {"x": X[:7]}, "x must have at least 8 rows, got 7; query_start_loc counts global rows"),
+    ("mla_attention_layer", {"x": X[:7]}, "x must have at least 8 rows, got 7; query_start_loc counts global rows"),
     ("mla_block", {"x": X[:7]}, "x must have at least 8 rows, got 7; query_start_loc counts global rows"),
-    ("mla_layer", {"x": X[:, 1:]}, "x must have shape [num_tokens, 9], got [8, 8]; the block input after its norm"),
+    (
+        "mla_attention_layer",
+        {"x": X[:, 1:]},
+        "x must have shape [num_tokens, 9], got [8, 8]; the block input after its norm",
+    ),
     ("mla_block", {"x": X[:, 1:]}, "x must have shape [num_tokens, 9], got [8, 8]; the residual stream"),
     (
-        "mla_layer",
+        "mla_attention_layer",
         {"x": X.astype(np.float32)},
         "latent_cache must have dtype float32, got float64; cast latent_cache first",
     ),
-    *((name, {"x": None}, f"x must be an array, got NoneType; dtype {FLOAT}") for name in ("mla_layer", "mla_block")),
+    *(
+        (name, {"x": None}, f"x must be an array, got NoneType; dtype {FLOAT}")
+        for name in ("mla_attention_layer", "mla_block")
+    ),
     # Rows of ranks.
     *((name, {"shards": []}, "cp_size must be an int >= 1, got 0; one shard a rank") for name in OVER_RANKS),
     *((name, {"shards": 2}, "shards must be a list with one item a rank, got int") for name in OVER_RANKS),
@@ -637,7 +644,11 @@ STEP_CASES: list[tuple[str, dict[str, Any], str]] = [
         )
         for name in STACKS
     ),
-    ("mla_stack", {"token_ids": IDS[:7]}, "x must have at least 8 rows, got 7; query_start_loc counts global rows"),
+    (
+        "mla_decoder_stack",
+        {"token_ids": IDS[:7]},
+        "x must have at least 8 rows, got 7; query_start_loc counts global rows",
+    ),
     ("mla_stack_over_ranks", {"token_ids": IDS[:7]}, "token_ids must have 8 rows, got 7; one a token of the step"),
     *(
         (
@@ -663,7 +674,7 @@ STEP_CASES: list[tuple[str, dict[str, Any], str]] = [
         )
         for name in STACKS
     ),
-    ("mla_stack", {"caches": [CACHE]}, "caches must hold one cache for each of 2 layers, got 1"),
+    ("mla_decoder_stack", {"caches": [CACHE]}, "caches must hold one cache for each of 2 layers, got 1"),
     (
         "mla_stack_over_ranks",
         {"caches": [[CACHE] * 2, [CACHE]]},
@@ -744,9 +755,9 @@ def with_caches(name: str, kind: str) -> dict[str, Any]:
     """The legal call over caches of this kind."""
     cache = coded(CACHE, kind)
     whole = {
-        "mla_layer": cache,
+        "mla_attention_layer": cache,
         "mla_block": cache,
-        "mla_stack": [cache] * 2,
+        "mla_decoder_stack": [cache] * 2,
         "mla_stack_over_ranks": [[cache] * 2] * 2,
     }
     return {**LEGAL[name], "caches" if "caches" in LEGAL[name] else "cache": whole.get(name, [cache] * 2)}
@@ -819,7 +830,10 @@ def test_a_second_layer_whose_table_does_not_fit_leaves_the_first_alone() -> Non
     """Fewer blocks in the second layer's cache than the table names."""
     short = MLACache(*(part[:1] for part in CACHE))
     assert (BATCH.block_table[:, 0] >= 1).any()
-    for name, caches in (("mla_stack", [CACHE, short]), ("mla_stack_over_ranks", [[CACHE] * 2, [CACHE, short]])):
+    for name, caches in (
+        ("mla_decoder_stack", [CACHE, short]),
+        ("mla_stack_over_ranks", [[CACHE] * 2, [CACHE, short]]),
+    ):
         text, _ = in_place(name, {**LEGAL[name], "caches": caches}, "floats")
         assert text.startswith("slots must")
 

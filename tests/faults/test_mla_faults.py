@@ -16,7 +16,7 @@ from dsacp_ref.exchange import all_gather, all_reduce
 from dsacp_ref.extents import local_extents, query_positions, token_positions
 from dsacp_ref.indexer import lightning_indexer
 from dsacp_ref.mla import causal_picks, key_ranges, latent_attention, packed_topk
-from dsacp_ref.mla_layer import MLABatch, mla_layer
+from dsacp_ref.mla_layer import MLABatch, mla_attention_layer
 from dsacp_ref.mla_stack import (
     local_inputs,
     mla_block_over_ranks,
@@ -214,8 +214,8 @@ def test_rows_padded_to_a_capture_size_are_nobody_s() -> None:
     world = world_of(np.random.default_rng(7), [2] * 342, config=config, block_size=2)
     before = run(world, [[1] * 342])
     x, batch = world.step([1] * 342, [2] * 342, beyond=10)
-    due = mla_layer(x[:342], world.weights, before.cache, batch, config)
-    got = mla_layer(x, world.weights, before.cache, batch, config)
+    due = mla_attention_layer(x[:342], world.weights, before.cache, batch, config)
+    got = mla_attention_layer(x, world.weights, before.cache, batch, config)
     assert_same(got.cache, due.cache)
     assert_double(got.output[:342], due.output)
     assert not got.output[342:].any()
@@ -402,10 +402,10 @@ def test_a_query_attends_to_its_own_selection_only() -> None:
     x, batch = world.step([0], [8])
     given_topk = np.full((8, SMALL.index_topk), -1, np.int32)
     given_topk[:, 1] = [0, 0, 0, 3, 0, 5, 5, 3]
-    due = mla_layer(x, world.weights, world.cache, batch, SMALL, given_topk=given_topk).output
+    due = mla_attention_layer(x, world.weights, world.cache, batch, SMALL, given_topk=given_topk).output
     other = x.copy()
     other[5] += 1
-    got = mla_layer(other, world.weights, world.cache, batch, SMALL, given_topk=given_topk).output
+    got = mla_attention_layer(other, world.weights, world.cache, batch, SMALL, given_topk=given_topk).output
     moved = np.abs(got - due).max(axis=1) > 1e-6
     assert moved.tolist() == [False, False, False, False, False, True, True, False]
 
@@ -481,7 +481,9 @@ def test_positions_and_angles_keep_all_their_bits(last: int, in_bf16: int) -> No
     table = np.zeros((1, last // 4 + 1), np.int32)
     batch = MLABatch(int32([0, 1]), int32([last + 1]), read_only(table))
     picks = int32([[last, -1, -1]])
-    got = mla_layer(world.x[0], weights, world.cache, batch, SMALL, given_topk=picks).cache.rope_cache[0, last % 4]
+    got = mla_attention_layer(world.x[0], weights, world.cache, batch, SMALL, given_topk=picks).cache.rope_cache[
+        0, last % 4
+    ]
     raw = np.dot(weights.wkv_a, world.x[0][0])[rank:]
     due, wrong = (np.array(rope.rotate(raw, at, frequencies_of(SMALL))) for at in (last, in_bf16))
     assert_double(got, due)

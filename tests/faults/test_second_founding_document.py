@@ -23,8 +23,8 @@ from dsacp_ref.exchange import all_gather, all_reduce, gathered_in_order
 from dsacp_ref.extents import local_extents, query_positions, token_positions, token_requests
 from dsacp_ref.indexer import index_scores, lightning_indexer, selected_entries
 from dsacp_ref.mla import key_ranges, packed_topk, paged_topk
-from dsacp_ref.mla_layer import MLARanksOutput, mla_layer, mla_over_ranks, table_of, token_keys
-from dsacp_ref.mla_stack import local_inputs, mla_stack, mla_stack_over_ranks, rows_argmax, vocab_argmax
+from dsacp_ref.mla_layer import MLARanksOutput, mla_attention_layer, mla_over_ranks, table_of, token_keys
+from dsacp_ref.mla_stack import local_inputs, mla_decoder_stack, mla_stack_over_ranks, rows_argmax, vocab_argmax
 from dsacp_ref.paging import flat_cache
 from dsacp_ref.partition import (
     local_rows,
@@ -302,7 +302,7 @@ def test_f_rows_are_split_at_the_input_and_gathered_in_experts_and_at_the_output
     """
     stack = stack_world_of(np.random.default_rng(6), [9, 4])
     ids, batch = stack.step([0, 0], [9, 4])
-    due = mla_stack(ids, stack.weights, stack.caches, batch, SMALL)
+    due = mla_decoder_stack(ids, stack.weights, stack.caches, batch, SMALL)
     for mode in MODES:
         partition = partition_tokens(batch.query_start_loc, 4, split=mode)
         for experts in ("whole", "split", "sliced"):
@@ -479,7 +479,7 @@ def test_flow_3b_gathered_keys_are_put_in_logical_order() -> None:
 def test_flow_3b_keys_that_stay_in_rank_order_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same, left out: queries then choose and see other tokens' keys."""
     world, x, batch = eight()
-    due = mla_layer(x, world.weights, world.cache, batch, SMALL)
+    due = mla_attention_layer(x, world.weights, world.cache, batch, SMALL)
     monkeypatch.setattr(layer_module, "gathered_in_order", lambda shards, partition: all_gather(shards))
     wrong = rows_over_ranks(world, x, batch)
     assert np.abs(wrong.outputs[1] - due.output[[1, 5]]).max() > 1e-3
@@ -491,7 +491,7 @@ def test_flow_3c_own_queries_attend_to_all_keys() -> None:
     Of all keys a query sees those up to itself, as on one device.
     """
     world, x, batch = eight()
-    due = mla_layer(x, world.weights, world.cache, batch, SMALL)
+    due = mla_attention_layer(x, world.weights, world.cache, batch, SMALL)
     got = rows_over_ranks(world, x, batch)
     for rank in range(4):
         assert_same(got.topk_indices[rank], due.topk_indices[[rank, rank + 4]])
@@ -505,7 +505,7 @@ def test_flow_3d_global_keys_are_kept() -> None:
     The code writes all keys on every rank, and that is the default here: the next token may be anyone's.
     """
     world, x, batch = eight()
-    due = mla_layer(x, world.weights, world.cache, batch, SMALL)
+    due = mla_attention_layer(x, world.weights, world.cache, batch, SMALL)
     for cache in rows_over_ranks(world, x, batch).caches:
         for part, whole in zip(cache, due.cache, strict=True):
             assert_double(part, whole)
@@ -518,7 +518,7 @@ def test_flow_3d_own_keys_alone_end_the_request() -> None:
     """
     world = world_of(np.random.default_rng(9), [9])
     x, batch = world.step([0], [8])
-    due = mla_layer(x, world.weights, world.cache, batch, SMALL)
+    due = mla_attention_layer(x, world.weights, world.cache, batch, SMALL)
     got = rows_over_ranks(world, x, batch, kept_keys="own")
     block_size = world.cache.latent_cache.shape[1]
     slots = [int(world.table[0][p // block_size]) * block_size + p % block_size for p in range(8)]
@@ -543,7 +543,7 @@ def test_flow_4_logits_are_gathered_or_argmax_is_taken_where_they_lie() -> None:
     """
     stack = stack_world_of(np.random.default_rng(10), [8])
     ids, batch = stack.step([0], [8])
-    due = mla_stack(ids, stack.weights, stack.caches, batch, SMALL)
+    due = mla_decoder_stack(ids, stack.weights, stack.caches, batch, SMALL)
     got = mla_stack_over_ranks(ids, stack.weights, [stack.caches] * 4, batch, SMALL, split="round-robin-split")
     logits = [rows @ stack.weights.head.T for rows in got.hidden]
     assert_double(gathered_in_order(logits, EIGHT)[2], due.hidden @ stack.weights.head.T)

@@ -441,7 +441,7 @@ def test_the_indexer_reads_fp8_keys() -> None:
 def test_a_v32_stack_over_ranks(split: str) -> None:
     """All ranks of a stack on one GPU, rows scattered, experts shared: what one device of the mirror gives."""
     weights, ids, step, caches = v32.small_stack()
-    whole = mla_stack.mla_stack(ids, weights, caches, step, v32.CONFIG)
+    whole = mla_stack.mla_decoder_stack(ids, weights, caches, step, v32.CONFIG)
     on_gpu = with_tensors((weights, [caches] * 2), lambda tensor: tensor.cuda())
     options = {"split": split, "experts": "split", "backend": backend.get("triton")}
     got = mla_stack.mla_stack_over_ranks(ids.cuda(), *on_gpu, step, v32.CONFIG, **options)

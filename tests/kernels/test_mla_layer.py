@@ -76,17 +76,19 @@ def steps() -> list[MLABatch]:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_mla_layer_on_the_kernels(seed: int) -> None:
+def test_mla_attention_layer_on_the_kernels(seed: int) -> None:
     """What the indexer chooses is looked at as it is made (`Spy`); the output is compared given that choice."""
     rng = np.random.default_rng(seed)
     weights, caches, spy = layer_weights(rng), [empty(), empty()], Spy()
     for step in steps():
         x = normal(rng, int(step.query_start_loc[-1]), CONFIG.hidden_size)
         before = doubled(caches[1])
-        mine = mla_layer.mla_layer_(x, weights, caches[0], step, CONFIG, backend=spy.backend)
+        mine = mla_layer.mla_attention_layer_(x, weights, caches[0], step, CONFIG, backend=spy.backend)
         given = mine.topk_indices
-        theirs = mla_layer.mla_layer_(x, weights, caches[1], step, CONFIG, given_topk=given)
-        exact = mla_layer.mla_layer(x.double(), doubled(weights), before, step, CONFIG, given_topk=given).output
+        theirs = mla_layer.mla_attention_layer_(x, weights, caches[1], step, CONFIG, given_topk=given)
+        exact = mla_layer.mla_attention_layer(
+            x.double(), doubled(weights), before, step, CONFIG, given_topk=given
+        ).output
         assert_within_budget(mine.output, exact, theirs.output)
         for got, due in zip(mine.cache, theirs.cache, strict=True):
             assert close(got, due)
@@ -103,7 +105,7 @@ def test_mla_over_ranks_on_the_kernels(split: str) -> None:
     kernels = backend.get("triton")
     for step in steps():
         x = normal(rng, int(step.query_start_loc[-1]), CONFIG.hidden_size)
-        due = mla_layer.mla_layer_(x, weights, whole, step, CONFIG, backend=kernels)
+        due = mla_layer.mla_attention_layer_(x, weights, whole, step, CONFIG, backend=kernels)
         partition = partition_tokens(step.query_start_loc, 3, split=split)
         shards = [local_rows(x, partition, rank) for rank in range(3)]
         got = mla_layer.mla_over_ranks_(shards, weights, ranks, step, CONFIG, split=split, backend=kernels)
@@ -133,7 +135,7 @@ def small_stack() -> tuple[StackWeights, torch.Tensor, MLABatch, list[MLACache]]
 def test_mla_stack_over_ranks_on_the_kernels(split: str, experts: str) -> None:
     weights, ids, step, whole = small_stack()
     kernels = backend.get("triton")
-    due = mla_stack.mla_stack_(ids, weights, whole, step, CONFIG, backend=kernels)
+    due = mla_stack.mla_decoder_stack_(ids, weights, whole, step, CONFIG, backend=kernels)
     caches = [[empty(), empty()] for _ in range(2)]
     got = mla_stack.mla_stack_over_ranks_(
         ids, weights, caches, step, CONFIG, split=split, experts=experts, backend=kernels

@@ -14,7 +14,7 @@ from dsacp_ref import mla_layer as layer_module
 from dsacp_ref.config import SPLITS
 from dsacp_ref.extents import LocalExtents
 from dsacp_ref.fp8 import decoded_latents
-from dsacp_ref.mla_layer import MLACache, mla_layer, mla_over_ranks
+from dsacp_ref.mla_layer import MLACache, mla_attention_layer, mla_over_ranks
 from dsacp_ref.partition import partition_tokens
 from dsacp_ref.spec import UnsupportedError
 from tests.compare import assert_double, assert_same, assert_same_selection, assert_within_budget, scoring_noise
@@ -213,7 +213,7 @@ def test_what_comes_out_shares_no_memory_with_what_went_in() -> None:
     world = world_of(np.random.default_rng(4), [9, 6])
     x, batch = world.step([0, 0], [9, 6])
     before = [part.tobytes() for part in world.cache]
-    out = mla_layer(x, world.weights, world.cache, batch, SMALL)
+    out = mla_attention_layer(x, world.weights, world.cache, batch, SMALL)
     assert [part.tobytes() for part in world.cache] == before
     for mine, theirs in zip(out.cache, world.cache, strict=True):
         assert not np.shares_memory(mine, theirs)
@@ -229,13 +229,13 @@ def test_a_given_selection_is_used_instead(case: Case, data: st.DataObject) -> N
     world, _ = case
     rng = np.random.default_rng(data.draw(seeds))
     x, batch = world.step([0] * len(world.x), world.lengths)
-    own = mla_layer(x, world.weights, world.cache, batch, world.config)
+    own = mla_attention_layer(x, world.weights, world.cache, batch, world.config)
     given_topk = np.full((len(x), world.config.index_topk), -1, np.int32)
     positions = [p for length in world.lengths for p in range(length)]
     for row, p in zip(given_topk, positions, strict=True):
         chosen = rng.permutation(p + 1)[: rng.integers(0, len(row) + 1)]
         row[rng.permutation(len(row))[: len(chosen)]] = chosen
-    got = mla_layer(x, world.weights, world.cache, batch, world.config, given_topk=read_only(given_topk))
+    got = mla_attention_layer(x, world.weights, world.cache, batch, world.config, given_topk=read_only(given_topk))
     assert_same(got.topk_indices, given_topk)
     assert_same(got.cache, own.cache)
     at = 0
@@ -244,7 +244,7 @@ def test_a_given_selection_is_used_instead(case: Case, data: st.DataObject) -> N
         due = oracle_layer(world, request, given=given_topk[rows]).outputs if length else []
         assert_double(got.output[rows], np.array(due).reshape(length, world.config.hidden_size), f"request {request}")
         at += length
-    again = mla_layer(x, world.weights, world.cache, batch, world.config, given_topk=own.topk_indices)
+    again = mla_attention_layer(x, world.weights, world.cache, batch, world.config, given_topk=own.topk_indices)
     assert_same(again.output, own.output)
 
 
@@ -399,7 +399,7 @@ def test_a_given_selection_is_by_global_token() -> None:
     x, batch = world.step([0, 0], world.lengths)
     rng = np.random.default_rng(0)
     given_topk = int32([[rng.integers(0, p + 1), -1, -1] for length in world.lengths for p in range(length)])
-    due = mla_layer(x, world.weights, world.cache, batch, SMALL, given_topk=given_topk)
+    due = mla_attention_layer(x, world.weights, world.cache, batch, SMALL, given_topk=given_topk)
     partition = partition_tokens(batch.query_start_loc, 3, split="zigzag")
     shards = [x[tokens] for tokens in partition.token_indices]
     caches = [world.cache] * 3

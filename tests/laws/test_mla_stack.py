@@ -18,7 +18,7 @@ from dsacp_ref.mla_stack import (
     local_inputs,
     mla_block,
     mla_block_over_ranks,
-    mla_stack,
+    mla_decoder_stack,
     mla_stack_over_ranks,
     rows_argmax,
     vocab_argmax,
@@ -110,7 +110,7 @@ def test_a_stack_is_its_blocks_between_an_embedding_and_a_norm() -> None:
     stack = stack_world_of(np.random.default_rng(2), [9, 6], inter=INTER)
     ids, batch = stack.step([0, 0], [9, 6])
     weights, caches = stack.weights, stack.caches
-    due = mla_stack(ids, weights, caches, batch, SMALL)
+    due = mla_decoder_stack(ids, weights, caches, batch, SMALL)
     x, oracles = weights.embed[ids], [oracle_stack(stack, request) for request in range(2)]
     for layer, block in enumerate(weights.blocks):
         out = mla_block(read_only(x), block, caches[layer], batch, SMALL)
@@ -138,8 +138,8 @@ def test_rows_behind_the_requests_change_nothing() -> None:
     """On one device the token ids may go on; their rows come out zero, whatever their embedding is."""
     stack = stack_world_of(np.random.default_rng(3), [6])
     ids, batch = stack.step([0], [6], beyond=3)
-    due = mla_stack(ids[:6], stack.weights, stack.caches, batch, SMALL)
-    got = mla_stack(ids, stack.weights, stack.caches, batch, SMALL)
+    due = mla_decoder_stack(ids[:6], stack.weights, stack.caches, batch, SMALL)
+    got = mla_decoder_stack(ids, stack.weights, stack.caches, batch, SMALL)
     assert_same(got.logits, due.logits)
     assert_same(got.caches, due.caches)
     assert_same(got.hidden[:6], due.hidden)
@@ -270,7 +270,7 @@ def test_what_comes_out_shares_no_memory_with_what_went_in() -> None:
     stack = stack_world_of(np.random.default_rng(8), [7, 2], num_layers=2, inter=INTER)
     ids, batch = stack.step([0, 0], [7, 2])
     before = [part.tobytes() for part in stack.world.cache]
-    one = mla_stack(ids, stack.weights, stack.caches, batch, SMALL)
+    one = mla_decoder_stack(ids, stack.weights, stack.caches, batch, SMALL)
     for experts in EXPERTS:
         over = mla_stack_over_ranks(ids, stack.weights, [stack.caches] * 2, batch, SMALL, experts=experts)
         assert not np.shares_memory(*over.logits)
@@ -415,7 +415,7 @@ def test_argmax_where_rows_lie_is_that_of_the_stacks_logits(split: str) -> None:
     stack = stack_world_of(np.random.default_rng(9), [9, 0, 5])
     ids, batch = stack.step([0, 0, 0], [9, 0, 5])
     head = stack.weights.head
-    due = mla_stack(ids, stack.weights, stack.caches, batch, SMALL).logits.argmax(axis=1).astype(np.int32)
+    due = mla_decoder_stack(ids, stack.weights, stack.caches, batch, SMALL).logits.argmax(axis=1).astype(np.int32)
     out = mla_stack_over_ranks(ids, stack.weights, [stack.caches] * 3, batch, SMALL, split=split)
     partition = partition_tokens(batch.query_start_loc, 3, split=split)
     by_rows = rows_argmax([rows @ head.T for rows in out.hidden], partition, batch.query_start_loc)

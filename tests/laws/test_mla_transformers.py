@@ -333,7 +333,7 @@ def test_early_rows_pick_tokens_that_the_causal_mask_hides() -> None:
     x, batch = world.step([0], [TOKENS])
     picks = mla_module.causal_picks(indices, positions)
     assert as_sets(picks) == their.selections
-    out = layer_module.mla_layer(x, world.weights, world.cache, batch, config, given_topk=picks)
+    out = layer_module.mla_attention_layer(x, world.weights, world.cache, batch, config, given_topk=picks)
     assert np.abs(out.output - their.output).max() < NOISE * np.abs(their.output).max()
 
 

@@ -86,7 +86,7 @@ def beside(world: World, mirror: Callable[..., Any], **options: Any) -> Callable
 
     def forward(x: np.ndarray, batch: ref.MLABatch, cache: ref.MLACache) -> tuple[Any, ...]:
         args = (x, world.weights, cache, batch, world.config)
-        want = ref.mla_layer(*args)
+        want = ref.mla_attention_layer(*args)
         compare_floats(called(mirror, to_torch(args), options), want, want, "mla_layer")
         return want.output, want.topk_indices, want.cache
 
@@ -95,34 +95,34 @@ def beside(world: World, mirror: Callable[..., Any], **options: Any) -> Callable
 
 @fewer(2)
 @given(made=worlds(), idle=st.sampled_from([(), (2,), (1, 1)]), beyond=st.integers(0, 2))
-def test_mla_layer_mirrors(made: Made, idle: tuple[int, ...], beyond: int) -> None:
+def test_mla_attention_layer_mirrors(made: Made, idle: tuple[int, ...], beyond: int) -> None:
     """Chunked prefill, decode, padded graph slots and rows of nobody."""
     world, steps = made
-    run(world, steps, beside(world, dsacp_npu.mla_layer.mla_layer), idle=idle, beyond=beyond)
+    run(world, steps, beside(world, dsacp_npu.mla_layer.mla_attention_layer), idle=idle, beyond=beyond)
 
 
 @fewer(4)
 @given(made=worlds(**in_bytes), codes=st.sampled_from(list(CODES.values())))
-def test_mla_layer_mirrors_as_on_a_device(made: Made, codes: dict[str, bool]) -> None:
+def test_mla_attention_layer_mirrors_as_on_a_device(made: Made, codes: dict[str, bool]) -> None:
     world = recoded(made[0], codes)
     with as_on_a_device():
-        run(world, made[1], beside(world, dsacp_npu.mla_layer.mla_layer), idle=(1,), beyond=1)
+        run(world, made[1], beside(world, dsacp_npu.mla_layer.mla_attention_layer), idle=(1,), beyond=1)
 
 
 @fewer(3)
 @given(made=worlds(**in_bytes), codes=st.sampled_from(list(CODES.values())))
-def test_mla_layer_in_place_mirrors(made: Made, codes: dict[str, bool]) -> None:
+def test_mla_attention_layer_in_place_mirrors(made: Made, codes: dict[str, bool]) -> None:
     world = recoded(made[0], codes)
-    run(world, made[1], beside(world, dsacp_npu.mla_layer.mla_layer_), idle=(1,))
+    run(world, made[1], beside(world, dsacp_npu.mla_layer.mla_attention_layer_), idle=(1,))
 
 
 @pytest.mark.parametrize("codes", [CODES["int8"], CODES["fp8"]], ids=["int8", "fp8"])
 @fewer(3)
 @given(made=worlds(**in_bytes))
-def test_mla_layer_with_codes_mirrors(codes: dict[str, bool], made: Made) -> None:
+def test_mla_attention_layer_with_codes_mirrors(codes: dict[str, bool], made: Made) -> None:
     """Every code and scale, and every byte that was not written."""
     world = recoded(made[0], codes)
-    run(world, made[1], beside(world, dsacp_npu.mla_layer.mla_layer), idle=(2,), beyond=1)
+    run(world, made[1], beside(world, dsacp_npu.mla_layer.mla_attention_layer), idle=(2,), beyond=1)
 
 
 def given_for(rng: np.random.Generator, world: World) -> np.ndarray:
@@ -142,15 +142,15 @@ def test_a_given_selection_mirrors(made: Made, codes: dict[str, bool], seed: int
     topk = given_for(np.random.default_rng(seed), world)
     x, batch = world.step([0] * len(world.x), world.lengths)
     args = (x, world.weights, world.cache, batch, world.config)
-    want = ref.mla_layer(*args, given_topk=topk)
-    got = called(dsacp_npu.mla_layer.mla_layer, to_torch(args), {"given_topk": to_torch(topk)})
+    want = ref.mla_attention_layer(*args, given_topk=topk)
+    got = called(dsacp_npu.mla_layer.mla_attention_layer, to_torch(args), {"given_topk": to_torch(topk)})
     compare_floats(got, want, want, "mla_layer")
     assert_same(got.topk_indices, topk)
 
 
 def test_an_explicit_torch_backend_is_the_same() -> None:
     world = world_of(np.random.default_rng(0), [13])
-    run(world, [[9], [4]], beside(world, dsacp_npu.mla_layer.mla_layer, backend=backend.get("torch")))
+    run(world, [[9], [4]], beside(world, dsacp_npu.mla_layer.mla_attention_layer, backend=backend.get("torch")))
 
 
 @every_cache
@@ -209,7 +209,7 @@ def test_short_dtypes_stay_within_the_budget_given_the_selection(
     """In two steps, so that the second one attends to rows that the cache has rounded."""
     world = short(world_of(np.random.default_rng(seed), lengths), dtype)
     x, batch = world.step([0] * len(lengths), lengths)
-    exact = ref.mla_layer(x, world.weights, world.cache, batch, world.config)
+    exact = ref.mla_attention_layer(x, world.weights, world.cache, batch, world.config)
     weights, parts = to_torch(world.weights, dtype), np.cumsum([0, *lengths])
     plain = [
         torch.cat(
@@ -225,7 +225,9 @@ def test_short_dtypes_stay_within_the_budget_given_the_selection(
         tokens = np.concatenate([np.arange(a, b) + at for a, b, at in zip(starts, ends, parts, strict=False)])
         rows, batch = world.step(starts, ends)
         args = (to_torch(rows, dtype), weights, cache, to_torch(batch), world.config)
-        out = called(dsacp_npu.mla_layer.mla_layer, args, {"given_topk": to_torch(exact.topk_indices[tokens])})
+        out = called(
+            dsacp_npu.mla_layer.mla_attention_layer, args, {"given_topk": to_torch(exact.topk_indices[tokens])}
+        )
         assert out.output.dtype == out.cache.latent_cache.dtype == got.dtype
         got[tokens], cache = out.output, out.cache
     assert_within_budget(got, exact.output, plain, dtype)
@@ -236,7 +238,7 @@ def test_short_dtypes_stay_within_the_budget_given_the_selection(
 def test_float32_chooses_the_same_but_for_near_ties(seed: int, length: int) -> None:
     world = world_of(np.random.default_rng(seed), [length], dtype=np.float32)
     x, batch = world.step([0], [length])
-    got = dsacp_npu.mla_layer.mla_layer(*to_torch((x, world.weights, world.cache, batch)), world.config)
+    got = dsacp_npu.mla_layer.mla_attention_layer(*to_torch((x, world.weights, world.cache, batch)), world.config)
     due = oracle_layer(world, 0)
     exact = np.full((length, length), -np.inf)
     for p, scores in enumerate(due.scores):
@@ -329,7 +331,7 @@ def test_context_parallelism_changes_short_outputs_by_less_than_a_hundredth(
         cache = type(cache)(*floats, cache.index_cache)
     x, batch = world.step([0] * len(world.x), world.lengths)
     weights, here = to_torch(world.weights, dtype), to_torch(batch)
-    off = dsacp_npu.mla_layer.mla_layer(to_torch(x, dtype), weights, cache, here, world.config)
+    off = dsacp_npu.mla_layer.mla_attention_layer(to_torch(x, dtype), weights, cache, here, world.config)
     args, kwargs = step_of(world, cut, x, batch, [])
     shards = to_torch(args[0], dtype)
     on = dsacp_npu.mla_layer.mla_over_ranks(
@@ -364,10 +366,10 @@ def small_world(codes: dict[str, bool]) -> World:
 
 @pytest.mark.parametrize("way", WAYS)
 @every_cache
-def test_mla_layer_runs_without_values(codes: dict[str, bool], way: str) -> None:
+def test_mla_attention_layer_runs_without_values(codes: dict[str, bool], way: str) -> None:
     world = small_world(codes)
     x, batch = world.step([0, 0], [9, 5], beyond=1)
-    call = case("mla_layer", x, world.weights, world.cache, batch, world.config)
+    call = case("mla_attention_layer", x, world.weights, world.cache, batch, world.config)
     assert_runs_without_values("mla_layer", way, call)
 
 

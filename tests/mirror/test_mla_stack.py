@@ -198,7 +198,7 @@ def stack_beside(stack: StackWorld, mirror: Callable[..., Any], **options: Any) 
 
     def forward(token_ids: np.ndarray, batch: MLABatch, caches: list[MLACache]) -> tuple[Any, ...]:
         args = (token_ids, stack.weights, caches, batch, stack.world.config)
-        want = ref.mla_stack(*args)
+        want = ref.mla_decoder_stack(*args)
         compare_floats(called(mirror, to_torch(args), options), want, want, "mla_stack")
         return want
 
@@ -207,34 +207,34 @@ def stack_beside(stack: StackWorld, mirror: Callable[..., Any], **options: Any) 
 
 @fewer(3)
 @given(made=stacks())
-def test_mla_stack_mirrors(made: tuple[StackWorld, list[list[int]]]) -> None:
+def test_mla_decoder_stack_mirrors(made: tuple[StackWorld, list[list[int]]]) -> None:
     stack, new = made
-    run_stack(stack, new, stack_beside(stack, dsacp_npu.mla_stack.mla_stack), idle=(2,))
+    run_stack(stack, new, stack_beside(stack, dsacp_npu.mla_stack.mla_decoder_stack), idle=(2,))
 
 
 @fewer(5)
 @given(made=stacks())
-def test_mla_stack_mirrors_as_on_a_device(made: tuple[StackWorld, list[list[int]]]) -> None:
+def test_mla_decoder_stack_mirrors_as_on_a_device(made: tuple[StackWorld, list[list[int]]]) -> None:
     """One device plans nothing, so no length need be on the host."""
     stack, new = made
     with as_on_a_device():
-        forward = stack_beside(stack, dsacp_npu.mla_stack.mla_stack, backend=backend.get("torch"))
+        forward = stack_beside(stack, dsacp_npu.mla_stack.mla_decoder_stack, backend=backend.get("torch"))
         run_stack(stack, new, forward, idle=(1,))
 
 
 @fewer(5)
 @given(made=stacks())
-def test_mla_stack_in_place_mirrors(made: tuple[StackWorld, list[list[int]]]) -> None:
+def test_mla_decoder_stack_in_place_mirrors(made: tuple[StackWorld, list[list[int]]]) -> None:
     stack, new = made
-    run_stack(stack, new, stack_beside(stack, dsacp_npu.mla_stack.mla_stack_), idle=(1,))
+    run_stack(stack, new, stack_beside(stack, dsacp_npu.mla_stack.mla_decoder_stack_), idle=(1,))
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0]], ids=str)
 def test_a_step_without_tokens_mirrors(lengths: list[int]) -> None:
     stack = stack_world_of(np.random.default_rng(0), lengths, num_layers=1)
-    run_stack(stack, [lengths], stack_beside(stack, dsacp_npu.mla_stack.mla_stack))
+    run_stack(stack, [lengths], stack_beside(stack, dsacp_npu.mla_stack.mla_decoder_stack))
     with as_on_a_device():
-        run_stack(stack, [lengths], stack_beside(stack, dsacp_npu.mla_stack.mla_stack))
+        run_stack(stack, [lengths], stack_beside(stack, dsacp_npu.mla_stack.mla_decoder_stack))
 
 
 def stack_ranks_beside(
@@ -359,11 +359,11 @@ def test_mla_block_runs_without_values(kind: str, way: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "way"), STACK_WAYS)
-def test_mla_stack_runs_without_values(kind: str, way: str) -> None:
+def test_mla_decoder_stack_runs_without_values(kind: str, way: str) -> None:
     stack = small_stack(CODES[kind], num_layers=1 if way == "compiled" else 2)
     ids, batch = stack.step([0, 0], [9, 5])
     args = (ids, stack.weights, stack.caches, batch, stack.world.config)
-    assert_runs_without_values("mla_stack", way, case("mla_stack", *args))
+    assert_runs_without_values("mla_stack", way, case("mla_decoder_stack", *args))
 
 
 CALLS = [

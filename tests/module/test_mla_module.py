@@ -234,7 +234,7 @@ def test_a_given_selection_is_used(padding: int) -> None:
             done[name] += new
         order = [list(model.x).index(name) for name in new_tokens]
         part, batch = world.step(starts, list(done.values()), order=order)
-        out = ref.mla_layer(part, world.weights, cache, batch, model.config, given_topk=choice)
+        out = ref.mla_attention_layer(part, world.weights, cache, batch, model.config, given_topk=choice)
         assert_double(outputs[2].numpy(), out.output)
         cache = frozen(out.cache)
 
@@ -259,7 +259,7 @@ def test_short_floats_are_within_the_error_of_a_plain_computation(dtype: str) ->
             got, picks = (torch.cat(parts_of(story, name, i, part)) for part in ("outputs", "topk"))
             got = got.to(kind_of(layer))
             rows = torch.tensor(x[: len(got)]).to(kind_of(layer))
-            exact = whole(ref.mla_layer, to_numpy(rows, "float64"), to_numpy(weights, "float64"), picks)
+            exact = whole(ref.mla_attention_layer, to_numpy(rows, "float64"), to_numpy(weights, "float64"), picks)
             if dtype == "float32":
                 constants = oracle_config(WIDE)
                 plain = torch.tensor(
@@ -268,7 +268,7 @@ def test_short_floats_are_within_the_error_of_a_plain_computation(dtype: str) ->
                     )
                 )
             else:
-                plain = whole(mirror.mla_layer, rows, weights, picks)
+                plain = whole(mirror.mla_attention_layer, rows, weights, picks)
             assert_within_budget(got, exact, plain, f"layer {i} {name}")
 
 
@@ -690,5 +690,5 @@ def test_the_operators_call_path(codes: dict[str, bool]) -> None:
             )
             assert as_sets(picks.numpy()) == as_sets(same.numpy()) == [set(range(p + 1)) for p in range(len(x))]
             rows = to_numpy(torch.tensor(x).bfloat16(), "float64")
-            exact = whole(ref.mla_layer, rows, to_numpy(layer.weights(), "float64"), picks, LEGAL)
+            exact = whole(ref.mla_attention_layer, rows, to_numpy(layer.weights(), "float64"), picks, LEGAL)
             assert_within_budget(got.bfloat16(), exact, plain.bfloat16(), f"layer {i} {name}")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dsacp_ref.block import ExpertWeights
-from dsacp_ref.mla_layer import mla_layer
+from dsacp_ref.mla_layer import mla_attention_layer
 from dsacp_ref.mla_stack import MLABlockWeights, mla_block
 from tests.compare import assert_double, assert_same
 from tests.distributed.pool import run
@@ -173,7 +173,7 @@ def test_a_given_selection_is_split_as_its_tokens() -> None:
         for name, new in new_tokens.items():
             done[name] += new
         rows, batch = world.step(starts, list(done.values()), order=[list(lengths).index(name) for name in new_tokens])
-        out = mla_layer(rows, world.weights, cache, batch, model.config, given_topk=choices[-1])
+        out = mla_attention_layer(rows, world.weights, cache, batch, model.config, given_topk=choices[-1])
         due.append(out.output)
         cache = frozen(out.cache)
     ways = [modes(rows, split) for rows, split in product(("full", "scattered"), ("zigzag", "round_robin"))]
