@@ -124,7 +124,7 @@ def test_a_choice_among_all_keys_once_later_tokens_are_taken_out() -> None:
     tensors = to_torch((*args[:5], read_only(picks), *args[6:]), "bfloat16")
     got = cann.latent_attention(*tensors, **OPTIONS).out
     assert_near(got, ref.latent_attention, tensors, OPTIONS, lambda result: result.out)
-    with pytest.raises(ContractError, match="topk_indices must be -1 or below the 3 entries that query 0 sees"):
+    with pytest.raises(ContractError, match="topk_indices must be -1 or below the 3 tokens that query 0 sees"):
         cann.latent_attention(*tensors[:5], torch.tensor(every), *tensors[6:], **OPTIONS)
 
 
