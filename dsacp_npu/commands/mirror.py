@@ -36,6 +36,8 @@ MODULES = (
     "mla_stack",
 )
 
+DISTRIBUTED = ("distributed", "distributed_block", "distributed_mla")
+
 INTRODUCTION = f"""\
 # The mirror
 
@@ -73,7 +75,7 @@ def page() -> str:
     parts = [INTRODUCTION]
     for module in MODULES:
         parts.append(table_of(module, module_if_there(module), cann, kernels))
-    parts += [cann_table(cann), distributed_table(module_if_there("distributed"))]
+    parts += [cann_table(cann), *(distributed_table(name) for name in DISTRIBUTED)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -144,11 +146,12 @@ def cann_table(cann: ModuleType | None) -> str:
     return markdown("## Only in cann", ("`dsacp_npu.cann`", "what it is", "emulator", "NPU"), rows) if rows else ""
 
 
-def distributed_table(distributed: ModuleType | None) -> str:
-    """What runs over process groups, by the library that carries the messages."""
-    names = [name for name in public(distributed) if inspect.isfunction(getattr(distributed, name))]
-    rows = [(f"`{name}`", TESTED, NOT_RUN, NOT_RUN) for name in names]
-    return markdown("## Over processes", ("`dsacp_npu.distributed`", "gloo", "nccl", "hccl"), rows) if rows else ""
+def distributed_table(name: str) -> str:
+    """What a module runs over process groups, by the library that carries the messages."""
+    module = module_if_there(name)
+    names = [each for each in public(module) if inspect.isfunction(getattr(module, each))]
+    rows = [(f"`{each}`", TESTED, NOT_RUN, NOT_RUN) for each in names]
+    return markdown(f"## Over processes: {name}", (f"`dsacp_npu.{name}`", "gloo", "nccl", "hccl"), rows) if rows else ""
 
 
 def sentence(value: Any) -> str:

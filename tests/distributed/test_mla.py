@@ -163,7 +163,7 @@ def test_what_travels() -> None:
     due = []
     for rank, own in enumerate(wanted):
         step = (batch, SMALL)
-        own.append(("mla_over_ranks", (shards[rank], block.attention, world.cache, *step), (), {}))
+        own.append(("mla_over_ranks_", (shards[rank], block.attention, world.cache, *step), (), {}))
         own.append(
             ("mla_over_ranks", (shards[rank], block.attention, world.cache, *step), (), {"kept_keys": "own"}),
         )

@@ -210,6 +210,8 @@ def consume(
                 mbarrier.wait(signals.index(SCORED), odds & 1)
                 logits = all_scores_begun(shared, odds & 1, odds >> 31, 1, s_layout)
                 slots = gl.load(chosen + (tile + 1) * BK + lanes)
+                # Only the five score products are under way: unless told, the compiler waits for them as well.
+                sum0, sum1 = warpgroup_mma_wait(5, deps=[sum0, sum1])
                 sum0, sum1, total, highest = caught_up(sum0, sum1, highest, evens & 1, state_smem, signals, 1, False)
                 sum0, sum1 = other_values(sum0, sum1, evens & 1, OTHER, 1, ropes, keys, signals)
                 logits = warpgroup_mma_wait(2, deps=[logits])
