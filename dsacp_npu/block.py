@@ -398,13 +398,18 @@ def check_block(weights: BlockWeights, config: AttentionConfig) -> None:
     """Refuse norms and experts of another model; the layer checks its own weights."""
     check_record("weights", weights, BlockWeights)
     check_record("config", config, AttentionConfig)
+    check_around(weights, config.hidden_size)
+
+
+def check_around(weights: Any, hidden_size: int) -> None:
+    """Refuse norms and experts of another width, whatever layer they stand around."""
     for name in ("attn_norm", "ffn_norm"):
-        check_floats(f"weights.{name}", getattr(weights, name), (config.hidden_size,), "one weight a channel")
+        check_floats(f"weights.{name}", getattr(weights, name), (hidden_size,), "one weight a channel")
     check_experts("weights.experts", weights.experts)
-    if weights.experts.w1.shape[1] != config.hidden_size:
+    if weights.experts.w1.shape[1] != hidden_size:
         raise contract_error(
             "weights.experts",
-            f"take and give the {config.hidden_size} channels of hidden_size",
+            f"take and give the {hidden_size} channels of hidden_size",
             weights.experts.w1.shape[1],
             "the shapes follow from config",
         )

@@ -104,15 +104,19 @@ def rotated(x: Float) -> Float:
 
 def index_queries(qr: Float, wq_b: Float, cos: Float, sin: Float, *, index_head_dim: int) -> Float:
     """Mirror of `dsacp_ref.indexer.index_queries`."""
+    # No array of all heads outlives the call that takes it: they are the largest of a layer with an indexer.
+    return hadamard(apply_rope(index_heads(qr, wq_b, index_head_dim), cos, sin)).to(qr.dtype)
+
+
+def index_heads(qr: Float, wq_b: Float, index_head_dim: int) -> Float:
+    """The heads of the index queries before they turn, wide."""
     check_floats("qr", qr, ("num_tokens", "q_lora_rank"))
     check_floats("wq_b", wq_b, ("index_n_heads * index_head_dim", qr.shape[1]), "as wide as the query latent")
     index_head_dim = check_int("index_head_dim", index_head_dim, 1)
-    if wq_b.shape[0] % index_head_dim:
-        raise contract_error("wq_b", f"have a multiple of {index_head_dim} rows", wq_b.shape[0], "one block a head")
+    if len(wq_b) % index_head_dim:
+        raise contract_error("wq_b", f"have a multiple of {index_head_dim} rows", len(wq_b), "one block a head")
     dtype = computing_dtype(qr.dtype)
-    shape = (len(qr), len(wq_b) // index_head_dim, index_head_dim)
-    # No array of all heads outlives the call that takes it: they are the largest of a layer with an indexer.
-    return hadamard(apply_rope((qr.to(dtype) @ wq_b.T.to(dtype)).reshape(shape), cos, sin)).to(qr.dtype)
+    return (qr.to(dtype) @ wq_b.T.to(dtype)).reshape(len(qr), len(wq_b) // index_head_dim, index_head_dim)
 
 
 def index_head_weights(x: Float, weights_proj: Float, *, index_head_dim: int) -> Float:

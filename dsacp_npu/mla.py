@@ -23,7 +23,7 @@ from dsacp_npu.attention import TOKENS, AttentionOutput, attended, check_table, 
 from dsacp_npu.compressor import rms_norm
 from dsacp_npu.extents import check_batch, query_positions, query_rows, token_positions, token_requests
 from dsacp_npu.fp8 import decoded_latents, latent_row_bytes
-from dsacp_npu.indexer import hadamard
+from dsacp_npu.indexer import hadamard, index_heads
 from dsacp_npu.paging import check_slots, gathered_rows, slot_mapping
 from dsacp_npu.rope import apply_half_rope, apply_rope, rope_frequencies, yarn_frequencies
 from dsacp_ref.mla_config import MLAConfig
@@ -166,15 +166,7 @@ def token_index_keys(
 
 def token_index_queries(qr: Float, wq_b: Float, cos: Float, sin: Float, *, index_head_dim: int) -> Float:
     """Mirror of `dsacp_ref.mla.token_index_queries`."""
-    check_floats("qr", qr, ("num_tokens", "q_lora_rank"))
-    check_floats("wq_b", wq_b, ("index_n_heads * index_head_dim", qr.shape[1]), "as wide as the query latent")
-    index_head_dim = check_int("index_head_dim", index_head_dim, 1)
-    if len(wq_b) % index_head_dim:
-        raise contract_error("wq_b", f"have a multiple of {index_head_dim} rows", len(wq_b), "one block a head")
-    dtype = computing_dtype(qr.dtype)
-    shape = (len(qr), len(wq_b) // index_head_dim, index_head_dim)
-    # No array of all heads outlives the call that takes it.
-    return hadamard(apply_half_rope((qr.to(dtype) @ wq_b.T.to(dtype)).reshape(shape), cos, sin)).to(qr.dtype)
+    return hadamard(apply_half_rope(index_heads(qr, wq_b, index_head_dim), cos, sin)).to(qr.dtype)
 
 
 # --- key ranges and picks of a strided shard ---

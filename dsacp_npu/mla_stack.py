@@ -15,8 +15,8 @@ from dsacp_npu._tensors import Float, Int32, check_floats, check_tensor, dtype_n
 from dsacp_npu.block import (
     ExpertWeights,
     by_request,
+    check_around,
     check_expert_mode,
-    check_experts,
     expert_output,
     expert_share,
     kept_rows,
@@ -582,16 +582,7 @@ def check_mla_block(weights: MLABlockWeights, config: MLAConfig) -> None:
     """Refuse norms and experts of another model; the layer checks its own weights."""
     check_record("weights", weights, MLABlockWeights)
     check_record("config", config, MLAConfig)
-    for name in ("attn_norm", "ffn_norm"):
-        check_floats(f"weights.{name}", getattr(weights, name), (config.hidden_size,), "one weight a channel")
-    check_experts("weights.experts", weights.experts)
-    if weights.experts.w1.shape[1] != config.hidden_size:
-        raise contract_error(
-            "weights.experts",
-            f"take and give the {config.hidden_size} channels of hidden_size",
-            weights.experts.w1.shape[1],
-            "the shapes follow from config",
-        )
+    check_around(weights, config.hidden_size)
 
 
 def check_stack(

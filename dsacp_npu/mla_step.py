@@ -6,7 +6,7 @@ every rank, because every rank has all weights and all keys.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dsacp_npu._cache_book import Progress
@@ -19,7 +19,7 @@ from dsacp_npu.mla import mla_frequencies
 from dsacp_npu.mla_caches import MLACaches
 from dsacp_npu.mla_layer import check_mla_reads
 from dsacp_npu.partition import Partition, counted, partition_tokens
-from dsacp_npu.step import RowLayout
+from dsacp_npu.step import RowLayout, layers_alike
 from dsacp_ref.prefill import step_split
 from dsacp_ref.spec import check_int, check_record, contract_error
 
@@ -192,21 +192,11 @@ def mla_metadata_of_batch(
     return MLAStep(batch, *where, partition, tokens, step, blocks, plan)
 
 
-def check_mla_layers(layers: Iterable[MLAttention]) -> Sequence[MLAttention]:
+def check_mla_layers(layers: Iterable[MLAttention]) -> list[MLAttention]:
     """The layers, once all are found to have been built alike."""
     from dsacp_npu.mla_module import MLAttention  # which imports this module
 
-    found = list(layers) if isinstance(layers, Iterable) else []
-    if not found:
-        got = "none" if isinstance(layers, Iterable) else type(layers).__name__
-        raise contract_error("layers", "hold at least one attention layer", got, "all layers that run the step")
-    for layer in found:
-        check_record("layers", layer, MLAttention)
-        for name in ("config", "parallel", "backend"):
-            if getattr(layer, name) != getattr(found[0], name):
-                got = f"two, in layer {layer.layer_idx} and layer {found[0].layer_idx}"
-                raise contract_error("layers", f"share one {name}", got, "build all layers alike")
-    return found
+    return layers_alike(layers, MLAttention)
 
 
 def check_planned(batch: MLABatch, cache: MLACache) -> None:

@@ -15,7 +15,7 @@ another step's metadata into tensors that stay where they are.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dsacp_npu._geometry import Geometry, Sizes, rows_of, whole_geometry, with_tensors
 from dsacp_npu._layer_checks import check_batch_slots, check_batch_tables, check_reads
@@ -30,6 +30,8 @@ from dsacp_ref.spec import check_int, check_record, contract_error
 
 if TYPE_CHECKING:
     from dsacp_npu.module import DSAttention
+
+Layer = TypeVar("Layer")
 
 __all__ = ["RowLayout", "StepMetadata", "metadata_of_batches", "step_metadata"]
 
@@ -315,12 +317,17 @@ def check_layers(layers: Iterable[DSAttention]) -> list[DSAttention]:
     """The layers, once all are found to have been built alike."""
     from dsacp_npu.module import DSAttention  # which imports this module
 
-    found = list(layers) if isinstance(layers, Iterable) else []
+    return layers_alike(layers, DSAttention)
+
+
+def layers_alike(layers: Iterable[Layer], kind: type[Layer]) -> list[Layer]:
+    """The layers of one kind, once all are found to have been built alike."""
+    found: list[Any] = list(layers) if isinstance(layers, Iterable) else []
     if not found:
         got = "none" if isinstance(layers, Iterable) else type(layers).__name__
         raise contract_error("layers", "hold at least one attention layer", got, "all layers that run the step")
     for layer in found:
-        check_record("layers", layer, DSAttention)
+        check_record("layers", layer, kind)
         for name in ("config", "parallel", "backend"):
             if getattr(layer, name) != getattr(found[0], name):
                 got = f"two, in layer {layer.layer_idx} and layer {found[0].layer_idx}"

@@ -19,7 +19,7 @@ layer only the last row of each request is needed; every rank knows from the lay
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -496,13 +496,18 @@ def check_block(weights: BlockWeights, config: AttentionConfig) -> None:
     """Refuse norms and experts of another model; the layer checks its own weights."""
     check_record("weights", weights, BlockWeights)
     check_record("config", config, AttentionConfig)
+    check_around(weights, config.hidden_size)
+
+
+def check_around(weights: Any, hidden_size: int) -> None:
+    """Refuse norms and experts of another width, whatever layer they stand around."""
     for name in ("attn_norm", "ffn_norm"):
-        check_array(f"weights.{name}", getattr(weights, name), FLOATS, (config.hidden_size,), "one weight a channel")
+        check_array(f"weights.{name}", getattr(weights, name), FLOATS, (hidden_size,), "one weight a channel")
     check_experts("weights.experts", weights.experts)
-    if weights.experts.w1.shape[1] != config.hidden_size:
+    if weights.experts.w1.shape[1] != hidden_size:
         raise contract_error(
             "weights.experts",
-            f"take and give the {config.hidden_size} channels of hidden_size",
+            f"take and give the {hidden_size} channels of hidden_size",
             weights.experts.w1.shape[1],
             "the shapes follow from config",
         )

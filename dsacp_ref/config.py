@@ -268,11 +268,7 @@ class AttentionConfig:
         ...     AttentionConfig.from_json_file(Path(folder, "config.json")) == v4_pro()
         True
         """
-        try:
-            parsed = json.loads(Path(path).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise contract_error("path", "hold JSON", path, str(error)) from None
-        return cls.from_json(parsed)
+        return cls.from_json(_json_in(path))
 
     def to_json(self) -> dict[str, Any]:
         """The checkpoint's keys, in DeepSeek's spelling; window-only layers are written as 0.
@@ -287,6 +283,13 @@ class AttentionConfig:
         scaling = {"type": "yarn"} | {key: values.pop(name) for name, key in _ROPE_KEYS.items()}
         ratios = [0 if ratio == 1 else ratio for ratio in self.compress_ratios]
         return values | {"num_key_value_heads": 1, "rope_scaling": scaling, "compress_ratios": ratios}
+
+
+def _json_in(path: str | Path) -> Any:
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise contract_error("path", "hold JSON", path, str(error)) from None
 
 
 def _mapping(name: str, value: object) -> Mapping[str, Any]:

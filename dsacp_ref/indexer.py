@@ -143,13 +143,18 @@ def index_queries(qr: Float, wq_b: Float, cos: Float, sin: Float, *, index_head_
     >>> index_queries(np.ones((1, 2)), np.eye(2), np.ones((1, 1)), np.zeros((1, 1)), index_head_dim=2).round(3).tolist()
     [[[1.414, 0.0]]]
     """
+    return hadamard(apply_rope(index_heads(qr, wq_b, index_head_dim), cos, sin))
+
+
+def index_heads(qr: Float, wq_b: Float, index_head_dim: int) -> Float:
+    """The heads of the index queries before they turn."""
     check_array("qr", qr, FLOATS, ("num_tokens", "q_lora_rank"))
     check_array("wq_b", wq_b, FLOATS, ("index_n_heads * index_head_dim", qr.shape[1]), "as wide as the query latent")
     index_head_dim = check_int("index_head_dim", index_head_dim, 1)
-    if wq_b.shape[0] % index_head_dim:
-        raise contract_error("wq_b", f"have a multiple of {index_head_dim} rows", wq_b.shape[0], "one block a head")
-    heads = (qr @ wq_b.T.astype(qr.dtype)).reshape(len(qr), len(wq_b) // index_head_dim, index_head_dim)
-    return hadamard(apply_rope(heads, cos, sin))
+    if len(wq_b) % index_head_dim:
+        raise contract_error("wq_b", f"have a multiple of {index_head_dim} rows", len(wq_b), "one block a head")
+    heads: Float = (qr @ wq_b.T.astype(qr.dtype)).reshape(len(qr), len(wq_b) // index_head_dim, index_head_dim)
+    return heads
 
 
 def index_head_weights(x: Float, weights_proj: Float, *, index_head_dim: int) -> Float:

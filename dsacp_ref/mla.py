@@ -25,7 +25,7 @@ from dsacp_ref.attention import TOKENS, AttentionOutput, check_table, check_topk
 from dsacp_ref.compressor import rms_norm
 from dsacp_ref.extents import FLOATS, Float, check_batch, query_positions, query_rows, token_positions, token_requests
 from dsacp_ref.fp8 import decoded_latents, latent_row_bytes
-from dsacp_ref.indexer import hadamard
+from dsacp_ref.indexer import hadamard, index_heads
 from dsacp_ref.mla_config import MLAConfig
 from dsacp_ref.paging import check_slots, flat_cache, slot_mapping
 from dsacp_ref.partition import Int32
@@ -339,13 +339,7 @@ def token_index_queries(qr: Float, wq_b: Float, cos: Float, sin: Float, *, index
     >>> token_index_queries(np.ones((1, 2)), np.eye(2), one, 0 * one, index_head_dim=2).round(3).tolist()
     [[[1.414, 0.0]]]
     """
-    check_array("qr", qr, FLOATS, ("num_tokens", "q_lora_rank"))
-    check_array("wq_b", wq_b, FLOATS, ("index_n_heads * index_head_dim", qr.shape[1]), "as wide as the query latent")
-    index_head_dim = check_int("index_head_dim", index_head_dim, 1)
-    if len(wq_b) % index_head_dim:
-        raise contract_error("wq_b", f"have a multiple of {index_head_dim} rows", len(wq_b), "one block a head")
-    heads = (qr @ wq_b.T.astype(qr.dtype)).reshape(len(qr), len(wq_b) // index_head_dim, index_head_dim)
-    return hadamard(apply_half_rope(heads, cos, sin))
+    return hadamard(apply_half_rope(index_heads(qr, wq_b, index_head_dim), cos, sin))
 
 
 # --- key ranges and picks of a strided shard ---

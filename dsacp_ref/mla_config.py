@@ -5,13 +5,13 @@ Plain Python, no arithmetic on data, so both packages read the same words, as th
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from dsacp_ref.config import _json_in, _mapping, _needed
 from dsacp_ref.spec import UnsupportedError, check_int, check_number, contract_error
 
 __all__ = ["MLAConfig", "v32"]
@@ -161,17 +161,14 @@ class MLAConfig:
         Raises:
             ContractError, UnsupportedError: as `from_json`; ContractError also when the file is not JSON.
 
+        >>> import json
         >>> from tempfile import TemporaryDirectory
         >>> with TemporaryDirectory() as folder:
         ...     size = Path(folder, "config.json").write_text(json.dumps(v32().to_json()))
         ...     MLAConfig.from_json_file(Path(folder, "config.json")) == v32()
         True
         """
-        try:
-            parsed = json.loads(Path(path).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise contract_error("path", "hold JSON", path, str(error)) from None
-        return cls.from_json(parsed)
+        return cls.from_json(_json_in(path))
 
     def to_json(self) -> dict[str, Any]:
         """The checkpoint's keys, in DeepSeek's spelling.
@@ -185,18 +182,6 @@ class MLAConfig:
         values = {_KEYS.get(field.name, field.name): getattr(self, field.name) for field in fields(self)}
         scaling = {"type": "yarn"} | {key: values.pop(name) for name, key in _ROPE_KEYS.items()}
         return values | {"rope_scaling": scaling | {"mscale": scaling["mscale_all_dim"]}}
-
-
-def _mapping(name: str, value: object) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise contract_error(name, "be a mapping (a JSON object)", type(value).__name__)
-    return value
-
-
-def _needed(mapping: Mapping[str, Any], key: str, where: str = "config.json") -> Any:
-    if key not in mapping:
-        raise contract_error(key, f"be in {where}", "no such key")
-    return mapping[key]
 
 
 def _rope(mapping: Mapping[str, Any]) -> dict[str, Any]:

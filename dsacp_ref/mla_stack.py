@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from dsacp_ref.block import (
     ExpertWeights,
+    check_around,
     check_expert_mode,
-    check_experts,
     expert_output,
     experts_over_ranks,
     gathered_last_rows,
@@ -503,16 +503,7 @@ def check_mla_block(weights: MLABlockWeights, config: MLAConfig) -> None:
     """Refuse norms and experts of another model; the layer checks its own weights."""
     check_record("weights", weights, MLABlockWeights)
     check_record("config", config, MLAConfig)
-    for name in ("attn_norm", "ffn_norm"):
-        check_array(f"weights.{name}", getattr(weights, name), FLOATS, (config.hidden_size,), "one weight a channel")
-    check_experts("weights.experts", weights.experts)
-    if weights.experts.w1.shape[1] != config.hidden_size:
-        raise contract_error(
-            "weights.experts",
-            f"take and give the {config.hidden_size} channels of hidden_size",
-            weights.experts.w1.shape[1],
-            "the shapes follow from config",
-        )
+    check_around(weights, config.hidden_size)
 
 
 def check_stack(
