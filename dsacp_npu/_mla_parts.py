@@ -18,7 +18,7 @@ from dsacp_npu._rank_layer import Exchanged, LocalRows, Program, packed, unpacke
 from dsacp_npu._tensors import Float, Int32, computing_dtype, torch
 from dsacp_npu.extents import LocalExtents, local_extents, token_positions, token_requests
 from dsacp_npu.fp8 import encoded_latents
-from dsacp_npu.indexer import index_head_weights
+from dsacp_npu.indexer import index_head_weights, index_heads
 from dsacp_npu.mla import absorbed_queries, layer_norm, value_heads
 from dsacp_npu.paging import block_table_rows, check_writes, scattered_rows_, slot_mapping
 from dsacp_npu.partition import Partition, counted
@@ -252,10 +252,9 @@ def query_side(
 def chosen_tokens(x: Float, qr: Float, queries: MLAQueries, cache: MLACache, call: MLACall) -> Int32:
     """What the indexer chooses for some rows."""
     config, part, ops = call.config, call.weights.indexer, call.ops
-    dtype, d = computing_dtype(qr.dtype), config.index_head_dim
-    heads = (qr.to(dtype) @ part.wq_b.T.to(dtype)).reshape(len(qr), config.index_n_heads, d)
+    d = config.index_head_dim
     chosen: Int32 = ops.lightning_indexer(
-        rotated(heads, queries.table, ops).to(qr.dtype),
+        rotated(index_heads(qr, part.wq_b, d), queries.table, ops).to(qr.dtype),
         index_head_weights(x, part.weights_proj, index_head_dim=d),
         cache.index_cache,
         queries.block_table,
