@@ -233,24 +233,33 @@ def plainly(form: str, args: tuple[Any, ...], lists: list[np.ndarray], scale: fl
         rank, both = q.shape[2], np.concatenate([q, q_rope], axis=2)
         orders = plain_orders(both, lists, np.repeat(no_sink, q.shape[1]), scale)
         return [AttentionOutput(found.out[..., :rank], found.lse) for found in orders]
-    w_uk, w_uv = (part.astype(np.float32) for part in args[4:6])
-    rank, width = w_uk.shape[2], q.shape[2] + q_rope.shape[2]
-    by_head = []
-    for head in range(len(w_uk)):
-        no_value = np.zeros((len(q), w_uv.shape[1]), np.float32)
-        one = np.concatenate([q[:, head], q_rope[:, head], no_value], axis=1)[:, None]
-        rows = [
-            np.concatenate([rows[:, :rank] @ w_uk[head].T, rows[:, rank:], rows[:, :rank] @ w_uv[head].T], axis=1)
-            for rows in lists
+    return expanded_plainly(q, q_rope, *(part.astype(np.float32) for part in args[4:6]), lists, scale)
+
+
+def expanded_plainly(
+    q: np.ndarray, q_rope: np.ndarray, w_uk: np.ndarray, w_uv: np.ndarray, lists: list[np.ndarray], scale: float
+) -> list[AttentionOutput]:
+    """`plainly` of the expanded form: its first sums, over latent channels, in several orders as well."""
+    rng, rank, width = np.random.default_rng(0), w_uk.shape[2], q.shape[2] + q_rope.shape[2]
+    no_sink, no_value = np.array([-np.inf], np.float32), np.zeros((len(q), w_uv.shape[1]), np.float32)
+    orders = []
+    for latents in (np.arange(rank), *(rng.permutation(rank) for _ in range(3))):
+        by_head = []
+        for head, (uk, uv) in enumerate(zip(w_uk[..., latents], w_uv[..., latents], strict=True)):
+            one = np.concatenate([q[:, head], q_rope[:, head], no_value], axis=1)[:, None]
+            rows = [
+                np.concatenate([rows[:, latents] @ uk.T, rows[:, rank:], rows[:, latents] @ uv.T], axis=1)
+                for rows in lists
+            ]
+            by_head.append(plain_orders(one, rows, no_sink, scale))
+        orders += [
+            AttentionOutput(
+                np.concatenate([found.out[..., width:] for found in heads], axis=1),
+                np.concatenate([found.lse for found in heads], axis=1),
+            )
+            for heads in zip(*by_head, strict=True)
         ]
-        by_head.append(plain_orders(one, rows, no_sink, scale))
-    return [
-        AttentionOutput(
-            np.concatenate([found.out[..., width:] for found in heads], axis=1),
-            np.concatenate([found.lse for found in heads], axis=1),
-        )
-        for heads in zip(*by_head, strict=True)
-    ]
+    return orders
 
 
 def assert_attention_mirrors(call: Case, dtype: str, lists: list[np.ndarray]) -> None:
