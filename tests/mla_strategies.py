@@ -342,7 +342,10 @@ def plain_layer(x: np.ndarray, w: dict[str, np.ndarray], config: dict[str, Any],
         seen, out = sorted(chosen[p]), []
         for h, head in enumerate(heads):
             head = plain.rotated(head, p, freqs)
-            logits = (keys[h, seen] @ head[:nope] + turned[seen] @ head[nope:]) * dtype(scale)
+            # BLAS once flagged an invalid operation here on finite numbers; whether one happened, the numbers say.
+            with np.errstate(invalid="ignore"):
+                logits = (keys[h, seen] @ head[:nope] + turned[seen] @ head[nope:]) * dtype(scale)
+            assert np.isfinite(logits).all()
             weights = np.exp(logits - logits.max())
             out.append(weights / weights.sum() @ values[h, seen])
         outputs.append(w["wo"] @ np.concatenate(out))
