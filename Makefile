@@ -12,7 +12,7 @@ KERNELS := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(ASCEND)/bin/python -m pyte
 	tests/kernels tests/ascend
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-fast test-wheel ascend parity lint fmt type bench check clean
+.PHONY: help setup test test-fast test-wheel ascend parity pictures notebooks lint fmt type bench check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +52,12 @@ parity: setup ## the main job: ranks against one device, for the definition, bot
 	$(BIN)/python -m dsacp_npu parity --everything --short
 	$(BIN)/python -m dsacp_npu parity --model v32 --short
 	$(BIN)/python -m dsacp_npu parity --model v32 --processes --short
+
+pictures: setup ## draw what README shows
+	$(BIN)/python -m dsacp_npu explain --query-lens 12 6 --computed 4 0 --cp-size 4 --split zigzag --compress-ratio 4 --plot docs/pictures/partition.png > /dev/null
+
+notebooks: setup ## execute all notebooks in place, outputs kept
+	$(BIN)/python -m tests.docs.notebook_runs
 
 lint: setup ## ruff
 	$(BIN)/ruff check .

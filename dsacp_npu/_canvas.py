@@ -1,0 +1,70 @@
+"""The one sheet that every picture is drawn on. Importing this module imports matplotlib; `dsacp_npu.plots` waits."""
+
+from __future__ import annotations
+
+import io
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+DPI = 160
+STYLE = {
+    "axes.edgecolor": "#444444",
+    "axes.labelcolor": "#222222",
+    "axes.labelsize": 9,
+    "axes.linewidth": 0.7,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 9.5,
+    "figure.dpi": 100,
+    "figure.titlesize": 11,
+    "figure.titleweight": "bold",
+    "font.family": "DejaVu Sans",  # matplotlib brings it, so a picture looks the same everywhere
+    "font.size": 9,
+    "hatch.linewidth": 0.6,
+    "legend.fontsize": 8.5,
+    "legend.frameon": False,
+    "svg.hashsalt": "dsacp",
+    "text.color": "#222222",
+    "xtick.color": "#444444",
+    "xtick.labelsize": 8,
+    "ytick.color": "#444444",
+    "ytick.labelsize": 8,
+}
+# What a file says about when and by which version it was made: left out, so that one picture is one file.
+METADATA: dict[str, dict[str, None]] = {
+    "png": {"Software": None},
+    "svg": {"Date": None, "Creator": None},
+    "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+}
+
+
+def style() -> AbstractContextManager[Any]:
+    """matplotlib's settings for our pictures, until the block ends; whatever the user had set outside comes back."""
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        settings = dict(matplotlib.rcParams) | STYLE
+    settings.pop("backend", None)  # setting it would choose one
+    return matplotlib.rc_context(settings)
+
+
+class Canvas(Figure):
+    """A figure outside pyplot's list: nothing to close, no window, and a notebook shows it as it is."""
+
+    def __init__(self, width: float, height: float) -> None:
+        super().__init__(figsize=(width, height), layout="constrained", facecolor="white")
+        FigureCanvasAgg(self)
+
+    def save(self, path: Path | io.BytesIO, kind: str) -> None:
+        with style():
+            self.savefig(path, format=kind, dpi=DPI, metadata=METADATA[kind])
+
+    def _repr_png_(self) -> bytes:
+        buffer = io.BytesIO()
+        self.save(buffer, "png")
+        return buffer.getvalue()
