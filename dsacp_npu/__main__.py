@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from importlib import import_module
 
+import dsacp_ref
+from dsacp_ref._arguments import Parser
 from dsacp_ref.spec import ContractError, UnsupportedError
 
 # A command is a module dsacp_npu.commands.<name> with add_arguments(parser) and run(args) -> exit code; - is _ there.
@@ -18,25 +19,31 @@ COMMANDS = {
     "mirror": "which function has which twin, and where it was tested (docs/mirror.md)",
     "compile-check": "the Triton kernels, or one of your own, under the Ascend compiler: what they take of a chip",
     "doctor": "versions, devices, backends and operators: what is usable here, and why not",
+    "completion": "the script that lets a shell complete dsacp's commands, options and choices by Tab",
 }
 
+EXAMPLES = """\
+examples:
+  %(prog)s explain --query-lens 5 9 --cp-size 2 --split zigzag
+  %(prog)s parity --short
+  %(prog)s doctor
 
-def parser(chosen: str | None) -> argparse.ArgumentParser:
-    """All commands by name; only the chosen one is imported, so that none waits for another's libraries."""
-    top = argparse.ArgumentParser(prog="python -m dsacp_npu", description="Context-parallel sparse attention.")
-    commands = top.add_subparsers(dest="command", required=True, metavar="command")
+Every command has its own --help, with examples. An installed `dsacp` is the same as `%(prog)s`.
+"""
+
+
+def parser(loaded: Container[str | None]) -> Parser:
+    """All commands by name; only the loaded ones are imported, so that none waits for another's libraries."""
+    words = "Context-parallel DeepSeek Sparse Attention: its definition, explained and compared."
+    top = Parser(prog="python -m dsacp_npu", description=words, epilog=EXAMPLES)
+    top.add_argument("--version", action="version", version=f"dsacp {dsacp_ref.__version__}")
+    commands = top.add_subparsers(dest="command", metavar="command")
     for name, summary in COMMANDS.items():
-        command = commands.add_parser(
-            name,
-            help=summary,
-            description=summary[0].upper() + summary[1:] + ".",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-        if name == chosen:
+        command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        if name in loaded:
             module = import_module(f"dsacp_npu.commands.{name.replace('-', '_')}")
             module.add_arguments(command)
-            command.set_defaults(run=module.run)
+            command.set_defaults(run=module.run, parser=command)
     return top
 
 
@@ -45,7 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     chosen = next((word for word in words if not word.startswith("-")), None)
     try:
-        args = parser(chosen).parse_args(words)
+        top = parser([chosen])
+        args, unknown = top.parse_known_args(words)
+        if unknown:  # told by the command's own parser, which knows what is near
+            getattr(args, "parser", top).error(f"unrecognized arguments: {' '.join(unknown)}")
+        if args.command is None:
+            top.print_help()
+            return 0
         code: int = args.run(args)
         sys.stdout.flush()
     except (ContractError, UnsupportedError, ImportError, OSError) as error:

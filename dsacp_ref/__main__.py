@@ -38,6 +38,8 @@ from typing import Any
 
 import numpy as np
 
+import dsacp_ref
+from dsacp_ref._arguments import Parser
 from dsacp_ref.config import SPLITS, split_rule
 from dsacp_ref.extents import EMPTY_EXTENTS, build_cp_local_metadata, checked_offsets, local_extents, token_positions
 from dsacp_ref.partition import Int32, checked_ranks, partition_tokens, rank_pieces
@@ -261,19 +263,26 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def parser() -> Parser:
+    """The command line, whose one command knows its own parser."""
+    top = Parser(prog="python -m dsacp_ref", description="The definition of context-parallel sparse attention.")
+    top.add_argument("--version", action="version", version=f"dsacp {dsacp_ref.__version__}")
+    words = "show who owns which token, and the operator rows of every rank"
+    explain = top.add_subparsers(dest="command", metavar="command").add_parser("explain", help=words)
+    add_arguments(explain)
+    explain.set_defaults(parser=explain)
+    return top
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code, 2 for a call that breaks a contract."""
-    top = argparse.ArgumentParser(
-        prog="python -m dsacp_ref", description="The definition of context-parallel sparse attention."
-    )
-    explain = top.add_subparsers(required=True, metavar="command").add_parser(
-        "explain",
-        help="show who owns which token, and the operator rows of every rank",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_arguments(explain)
-    args = top.parse_args(argv)
+    top = parser()
+    args, unknown = top.parse_known_args(argv)
+    if unknown:
+        getattr(args, "parser", top).error(f"unrecognized arguments: {' '.join(unknown)}")
+    if args.command is None:
+        top.print_help()
+        return 0
     try:
         return run(args)
     except ContractError as error:

@@ -386,13 +386,21 @@ def test_a_broken_contract_is_one_line(
 
 
 @pytest.mark.parametrize(
-    "options", ["explain --query-lens 3", "explain --query-lens 3.5 --cp-size 2", "explain --cp 2", "explode", ""]
+    "options", ["explain --query-lens 3", "explain --query-lens 3.5 --cp-size 2", "explain --cp 2", "explode"]
 )
 def test_what_argparse_refuses(options: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(options.split())
     assert stop.value.code == 2
-    assert capsys.readouterr().err.startswith("usage: python -m dsacp_ref")
+    err = capsys.readouterr().err
+    assert re.match(r"dsacp_ref( explain)?: error: ", err)
+    assert err.count("\n") == 1
+    assert err.endswith(" --help\n")
+
+
+def test_without_a_command_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "explain" in capsys.readouterr().out
 
 
 def test_it_is_a_command_of_the_mirror_too(capsys: pytest.CaptureFixture[str]) -> None:

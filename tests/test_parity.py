@@ -409,9 +409,6 @@ def test_without_transformers_it_says_what_to_install(
 def test_without_rich_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("parity", "parity_table"):
-        monkeypatch.delitem(sys.modules, f"dsacp_npu.commands.{name}")
-        monkeypatch.delattr(f"dsacp_npu.commands.{name}")
     monkeypatch.setitem(sys.modules, "rich.console", None)
     assert main(["parity"]) == 2
     assert capsys.readouterr().err == "dsacp_npu parity: error: parity prints with rich; pip install rich\n"

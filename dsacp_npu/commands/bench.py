@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from dsacp_npu.commands.progress import waiting
 from dsacp_ref import attention, extents, indexer
 from dsacp_ref.spec import check_choice, check_int, contract_error
 
@@ -28,32 +29,47 @@ INDEX_HEADS, INDEX_DIM, TOPK = 64, 128, 512
 BLOCK = 128  # rows a block of every cache
 SCALE = HEAD_DIM**-0.5
 
+EXAMPLES = """\
+examples:
+  %(prog)s --only metadata
+  %(prog)s --only core --only dense --tokens 1024 --repeats 3
+  %(prog)s --only splits --trace requests.csv
+  %(prog)s --device cuda
+
+It writes nothing but its tables, and compares nothing with earlier runs: quote ratios of one run.
+"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        default=8192,
-        help="tokens of the prompt (default 8192; torch-layer and -swap take at most 4096, torch-ranks also twice)",
-    )
-    parser.add_argument(
-        "--repeats",
-        type=int,
-        default=5,
-        help="timed runs of each rate; the median counts (default 5; torch-layer, -ranks and -swap at most 3)",
-    )
-    parser.add_argument(
+    parser.epilog = EXAMPLES
+    what = parser.add_argument_group("what runs")
+    what.add_argument(
         "--device",
         choices=("cpu", "cuda"),
         default="cpu",
         help="cuda: the Triton kernels on an NVIDIA GPU, 4096 queries whatever --tokens says (default cpu)",
     )
-    parser.add_argument(
-        "--trace", metavar="FILE", help="splits: also count batches of this service's requests, as `parity --trace`"
-    )
     names = sorted({*SECTIONS, *COUNTED_SECTIONS, *CUDA_SECTIONS})
-    parser.add_argument("--only", choices=names, action="append", help="sections to run (default all of the device's)")
+    words = f"a section to run, as often as needed (default all of the device's): {', '.join(names)}"
+    what.add_argument("--only", choices=names, metavar="SECTION", action="append", help=words)
+    words = "splits: also count batches of this service's requests, as `parity --trace`"
+    what.add_argument("--trace", metavar="FILE", help=words)
+    sizes = parser.add_argument_group("sizes")
+    sizes.add_argument(
+        "--tokens",
+        type=int,
+        metavar="N",
+        default=8192,
+        help="tokens of the prompt (default 8192; torch-layer and -swap take at most 4096, torch-ranks also twice)",
+    )
+    sizes.add_argument(
+        "--repeats",
+        type=int,
+        metavar="N",
+        default=5,
+        help="timed runs of each rate; the median counts (default 5; torch-layer, -ranks and -swap at most 3)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,12 +85,13 @@ def run(args: argparse.Namespace) -> int:
     if args.device == "cuda":
         return int(import_module("dsacp_npu.commands.bench_cuda").run(args.only))
     print(f"numpy {np.__version__}, Python {platform.python_version()}, {platform.machine()}; random float32 data")
-    for name in chosen:
-        print()
-        if name in COUNTED_SECTIONS:
-            COUNTED_SECTIONS[name](args.trace)
-        else:
-            SECTIONS[name](tokens, repeats)
+    for place, name in enumerate(chosen, 1):
+        print(flush=True)
+        with waiting(f"{name}, {place} of {len(chosen)}"):
+            if name in COUNTED_SECTIONS:
+                COUNTED_SECTIONS[name](args.trace)
+            else:
+                SECTIONS[name](tokens, repeats)
     return 0
 
 

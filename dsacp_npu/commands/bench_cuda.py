@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from dsacp_npu import backend
 from dsacp_npu._tensors import Float, Int32, torch
+from dsacp_npu.commands.progress import waiting
 from dsacp_npu.extents import build_cp_local_metadata
 from dsacp_npu.quant import QuantizedVectors
 from dsacp_ref.spec import UnsupportedError
@@ -50,9 +51,11 @@ def run(sections: list[str] | None) -> int:
     triton = import_module("triton")
     name = torch.cuda.get_device_name()
     print(f"{name}; torch {torch.__version__}, triton {triton.__version__}; bfloat16, random data, {TOKENS} queries")
-    for section in sections or SECTIONS:
-        print()
-        SECTIONS[section](TOKENS)
+    chosen = sections or list(SECTIONS)
+    for place, section in enumerate(chosen, 1):
+        print(flush=True)
+        with waiting(f"{section}, {place} of {len(chosen)}"):
+            SECTIONS[section](TOKENS)
     return 0
 
 

@@ -15,23 +15,26 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dsacp_npu.ascend import EXPLANATIONS, TARGETS, CompileReport, compile_check
-from dsacp_npu.ascend.lowering import is_a5
-from dsacp_npu.ascend.toolchain import triton_ascend, versions
+from dsacp_npu.commands.progress import followed
 from dsacp_ref.spec import check_choice, contract_error
+
+if TYPE_CHECKING:  # it needs torch, which --help does without
+    from dsacp_npu.ascend import CompileReport
 
 DEFAULT_TARGETS = ("Ascend910B3", "Ascend910_9391", "Ascend950PR_9579")
 SPACES = ("ub", "l1", "l0c")
 COLUMNS = ("kernel", "tile", "target", "result", "UB", "L1", "L0C", "retries", "findings", "s")
-EPILOG = """\
-A kernel of your own:
-
-  python -m dsacp_npu compile-check --own my_kernels.py:add_kernel --signature '*fp32,*fp32,i32' --constexpr BLOCK=1024
+EXAMPLES = """\
+examples:
+  %(prog)s --short                         a row for each kernel and chip
+  %(prog)s --kernel attention --target Ascend910B3
+  %(prog)s --own my_kernels.py:add_kernel --signature '*fp32,*fp32,i32' --constexpr BLOCK=1024
 
 UB, L1 and L0C are KiB of a core, used/there; in a row that failed, needed > there. The exit code is 1 if a kernel
-failed."""
+failed. It needs the environment that `make ascend` makes: .venv-ascend/bin/python -m dsacp_npu compile-check
+"""
 
 
 class Job(NamedTuple):
@@ -46,33 +49,36 @@ class Job(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
-    parser.epilog = EPILOG
+    parser.epilog = EXAMPLES
+    what = parser.add_argument_group("what is compiled")
     target = f"chips; default: {', '.join(DEFAULT_TARGETS)}"
-    parser.add_argument("--target", nargs="+", metavar="CHIP", help=target)
-    parser.add_argument("--kernel", nargs="+", metavar="NAME", help="only those with this in their name")
-    parser.add_argument("--own", metavar="MODULE:KERNEL", help="a kernel of yours instead; MODULE may be a .py file")
+    what.add_argument("--target", nargs="+", metavar="CHIP", help=target)
+    what.add_argument("--kernel", nargs="+", metavar="NAME", help="only those with this in their name")
+    own = parser.add_argument_group("a kernel of your own")
+    own.add_argument("--own", metavar="MODULE:KERNEL", help="this kernel instead; MODULE may be a .py file")
     types = "types of its arguments that are no constexprs, in order: '*bf16,i32,fp32'"
-    parser.add_argument("--signature", metavar="TYPES", default="", help=types)
+    own.add_argument("--signature", metavar="TYPES", default="", help=types)
     constant = "value of one of its constexprs, as often as needed"
-    parser.add_argument("--constexpr", action="append", metavar="NAME=VALUE", default=[], help=constant)
-    parser.add_argument("--short", action="store_true", help="one row a kernel and target: the most of its tiles")
-    parser.add_argument("--json", action="store_true", help="print a list of objects, for a program")
+    own.add_argument("--constexpr", action="append", metavar="NAME=VALUE", default=[], help=constant)
+    shown = parser.add_argument_group("what is shown")
+    shown.add_argument("--short", action="store_true", help="one row a kernel and target: the most of its tiles")
+    shown.add_argument("--json", action="store_true", help="a list of objects, for a program")
 
 
 def run(args: argparse.Namespace) -> int:
     """Compile, and print."""
+    from dsacp_npu.ascend import TARGETS, compile_check
+    from dsacp_npu.ascend.toolchain import triton_ascend
+
     targets = args.target or DEFAULT_TARGETS
     for target in targets:
         check_choice("target", target, tuple(TARGETS))
     triton_ascend()  # before kernels are imported, which need it too but cannot say as well what to do
     jobs = own_jobs(args, targets) if args.own else project_jobs(args.kernel, targets)
-    reports = []
-    for place, job in enumerate(jobs, 1):
-        if sys.stderr.isatty():
-            print(f"\r\033[K{place}/{len(jobs)} {job.name} on {job.target}", end="", file=sys.stderr, flush=True)
-        reports.append(compile_check(job.kernel, job.signature, job.constexprs, target=job.target))
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr)
+    reports = [
+        compile_check(job.kernel, job.signature, job.constexprs, target=job.target)
+        for job in followed(jobs, len(jobs), "compilations")
+    ]
     if args.json:
         print(
             json.dumps([plain(job, report) for job, report in zip(jobs, reports, strict=True)], indent=2, default=str)
@@ -87,6 +93,8 @@ def run(args: argparse.Namespace) -> int:
 
 def project_jobs(parts: Sequence[str] | None, targets: Sequence[str]) -> list[Job]:
     """Every compilation of the project's kernels whose name has one of the parts, for every target."""
+    from dsacp_npu.ascend.lowering import is_a5
+
     modules = list(kernel_modules())
     jobs = [
         Job(found.name, found.kernel, found.signature, found.constexprs, target)
@@ -185,6 +193,8 @@ def plain(job: Job, report: CompileReport) -> dict[str, Any]:
 
 def show(jobs: Sequence[Job], reports: Sequence[CompileReport], *, short: bool) -> None:
     """The table, why what failed failed, what the findings mean, and what ran."""
+    from dsacp_npu.ascend import EXPLANATIONS
+
     pairs = list(zip(jobs, reports, strict=True))
     print_table(short_rows(pairs) if short else [cells(job, report) for job, report in pairs])
     for job, report in pairs:
@@ -250,6 +260,8 @@ def kib(size: int) -> str:
 
 def of_versions() -> str:
     """What compiled."""
+    from dsacp_npu.ascend.toolchain import versions
+
     return ", ".join(f"{name} {version}" for name, version in versions().items())
 
 

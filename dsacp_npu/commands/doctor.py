@@ -15,6 +15,8 @@ from platform import python_version
 from types import ModuleType
 from typing import Any
 
+from dsacp_npu.commands.progress import waiting
+
 # Package -> what it is needed for.
 PACKAGES = {
     "dsacp": "this",
@@ -28,6 +30,12 @@ PACKAGES = {
     "rich": "the tables of parity and doctor",
 }
 
+EXAMPLES = """\
+examples:
+  %(prog)s                    tables to read
+  %(prog)s --json             the same, to attach to a report
+  %(prog)s --emulator         what the cann backend could do with the emulated operators
+"""
 EMULATOR = (
     "the emulator can be installed here (doctor --emulator; dsacp_npu.emulator.install()): CPU operators of the same "
     "names that refuse what the real ones refuse; they show that a call is right, not that it is fast"
@@ -36,13 +44,15 @@ EMULATOR = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
+    parser.epilog = EXAMPLES
     parser.add_argument("--emulator", action="store_true", help="install the emulated operators first, and show those")
     parser.add_argument("--json", action="store_true", help="print it for a program")
 
 
 def run(args: argparse.Namespace) -> int:
     """Look, and print; what is missing is an answer, not a failure."""
-    found = examined(emulator=args.emulator)
+    with waiting("looking at packages and devices"):
+        found = examined(emulator=args.emulator)
     if args.json:
         print(json.dumps(found, indent=2))
     else:

@@ -14,6 +14,13 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from dsacp_npu.commands.progress import waiting
+
+EXAMPLES = """\
+examples:
+  %(prog)s                         print it
+  %(prog)s > docs/mirror.md        bring the page up to date
+"""
 TESTED, CONTRACT, NOT_RUN, NONE = "*tested here*", "*contract only*", "*not run here*", "-"
 COMPILED, ONCE = "*tested and compiled here*", "*run once*"
 # The modules of arithmetic, in the order in which they build on one another.
@@ -60,11 +67,13 @@ its cache argument, and returns what its twin without `_` returns."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command has no flags."""
+    parser.epilog = EXAMPLES
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the page."""
-    print(page(), end="")
+    with waiting("looking at every module"):
+        print(page(), end="")
     return 0
 
 

@@ -1,34 +1,6 @@
 """``python -m dsacp_npu parity``: does every way to run a layer over ranks give what one device gives?
 
-::
-
-    python -m dsacp_npu parity                          a covering set of the grid, about 150 cells
-    python -m dsacp_npu parity --full                   every cell, 27,216: about an hour on 2 cores
-    python -m dsacp_npu parity --short                  about 50 cells: 2 to 4 ranks, every two values once
-    python -m dsacp_npu parity --cell ratio=4,...       one cell, as a failing row prints it
-    python -m dsacp_npu parity --trace requests.csv     batches drawn from the lengths of a real service
-    python -m dsacp_npu parity --backend torch          the layer of dsacp_npu in the place of the definition
-    python -m dsacp_npu parity --backend cann           the same on operators: emulated, in bfloat16
-    python -m dsacp_npu parity --processes              every rank a process, over gloo; torch, or --backend cann
-    python -m dsacp_npu parity --everything --short     all of these, in turn: what `make parity` runs
-    python -m dsacp_npu parity --model v32              a stack of DeepSeek-V3.2 blocks; all options go with it
-
-A cell is a compress ratio, a number of ranks, a split rule, what ranks hold between layers, how the key side and how
-the output travel, and a scenario: one long prompt, many short ones, prefix hits, chunks that end inside windows or on
-them, decode among prefill, padded slots. Each is run step by step with caches that live on, and compared with one
-device in float64 (within the error of float32) and with the attention of transformers' deepseek_v4. Combinations that
-the design refuses are cells too: they must be refused, and by name.
-
-With --backend cann the sizes are those that the operators take, the scenarios are few ("chunks" behind long prefixes,
-"prefill"), and the measure is the error of torch in bfloat16 on one device. What the operators have no form for must be
-refused, and by name. No NPU is involved: the operators are emulated, so this shows that the contract is kept, no more.
-
-With --model v32 a cell is a split rule, a number of ranks, whole or shared experts, the cache's codes and a scenario. A
-stack of three blocks runs from token ids to logits, in float64, with caches that live on; hidden rows, logits and all
-caches of every rank are compared with one device, and the definition's layers with the attention of transformers'
-deepseek_v32. With --backend cann a layer alone runs, in bfloat16 and in sizes that the operators take.
-
-Exit code 0: all cells passed. 1: some did not; each prints a line that repeats it. 2: the call cannot work.
+`ABOUT` says what a cell is, and what is compared; it is the end of the command's help.
 """
 
 from __future__ import annotations
@@ -52,9 +24,41 @@ from dsacp_npu.commands.parity_results import FAIL, CellResult, DeviceResult, ce
 from dsacp_npu.commands.parity_runs import Reference, reference
 from dsacp_npu.commands.parity_scenarios import PLANS, Plan
 from dsacp_npu.commands.parity_trace import drawn_steps, named_step, plan
+from dsacp_npu.commands.progress import followed
 from dsacp_ref.spec import UnsupportedError, check_int, contract_error
 
 BATCHES = 10
+EXAMPLES = """\
+examples:
+  %(prog)s                              a covering set of the grid, about 150 cells
+  %(prog)s --full                       every cell, 27,216: about an hour on 2 cores
+  %(prog)s --short                      about 50 cells: 2 to 4 ranks, every two values once
+  %(prog)s --cell ratio=4,ranks=3,split=zigzag,rows=full,keys=gather_kv,output=all_to_all,scenario=inside
+  %(prog)s --trace requests.csv         batches drawn from the lengths of a real service
+  %(prog)s --backend torch              the layer of dsacp_npu in the place of the definition
+  %(prog)s --backend cann               the same on operators: emulated, in bfloat16
+  %(prog)s --processes                  every rank a process, over gloo; torch, or --backend cann
+  %(prog)s --everything --short         all of these, in turn: what `make parity` runs
+  %(prog)s --model v32                  a stack of DeepSeek-V3.2 blocks; all options go with it
+"""
+ABOUT = """\
+A cell is a compress ratio, a number of ranks, a split rule, what ranks hold between layers, how the key side and how
+the output travel, and a scenario: one long prompt, many short ones, prefix hits, chunks that end inside windows or on
+them, decode among prefill, padded slots. Each is run step by step with caches that live on, and compared with one
+device in float64 (within the error of float32) and with the attention of transformers' deepseek_v4. Combinations that
+the design refuses are cells too: they must be refused, and by name.
+
+With --backend cann the sizes are those that the operators take, the scenarios are few ("chunks" behind long prefixes,
+"prefill"), and the measure is the error of torch in bfloat16 on one device. What the operators have no form for must be
+refused, and by name. No NPU is involved: the operators are emulated, so this shows that the contract is kept, no more.
+
+With --model v32 a cell is a split rule, a number of ranks, whole or shared experts, the cache's codes and a scenario. A
+stack of three blocks runs from token ids to logits, in float64, with caches that live on; hidden rows, logits and all
+caches of every rank are compared with one device, and the definition's layers with the attention of transformers'
+deepseek_v32. With --backend cann a layer alone runs, in bfloat16 and in sizes that the operators take.
+
+Exit code 0: all cells passed. 1: some did not; each prints a line that repeats it. 2: the call cannot work.
+"""
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 EVERYTHING = (DEFINITION, Way("torch"), Way("cann"), Way("torch", processes=True), Way("cann", processes=True))
 
@@ -67,26 +71,29 @@ Result = CellResult | Device
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    parser.add_argument("--model", choices=MODELS, default="v4", help="what runs: a V4 layer, or a stack of V3.2's")
-    which = parser.add_mutually_exclusive_group()
+    ways = parser.add_argument_group("what runs")
+    ways.add_argument("--model", choices=MODELS, default="v4", help="a V4 layer, or a stack of V3.2's (default: v4)")
+    what = ways.add_mutually_exclusive_group()
+    what.add_argument("--backend", choices=BACKENDS, help="run dsacp_npu.layer with it (default: the definition)")
+    words = "the definition and both backends, in one process and over processes"
+    what.add_argument("--everything", action="store_true", help=words)
+    ways.add_argument("--processes", action="store_true", help="every rank a process, over gloo (default: torch)")
+    cells = parser.add_argument_group("which cells")
+    which = cells.add_mutually_exclusive_group()
     which.add_argument("--full", action="store_true", help="every cell of the grid, not a covering set")
     which.add_argument("--short", action="store_true", help="a smaller covering set, of fewer ranks and scenarios")
     which.add_argument("--cell", metavar="TEXT", help="this cell alone: ratio=4,ranks=3,split=zigzag,...")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--backend", choices=BACKENDS, help="run dsacp_npu.layer with it (default: the definition)")
-    what.add_argument(
-        "--everything", action="store_true", help="the definition and both backends, in one process and over processes"
-    )
-    parser.add_argument("--processes", action="store_true", help="every rank a process, over gloo (default: torch)")
-    parser.add_argument("--trace", metavar="FILE", help="batches from real lengths: CSV, or Mooncake's JSON lines")
-    parser.add_argument("--batches", type=int, metavar="N", help=f"steps to draw from the trace (default: {BATCHES})")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, rows and choices (default: 0)")
-    parser.add_argument("--jobs", type=int, metavar="N", help="processes (default: one for each core)")
-    parser.epilog = __doc__
+    cells.add_argument("--trace", metavar="FILE", help="batches from real lengths: CSV, or Mooncake's JSON lines")
+    cells.add_argument("--batches", type=int, metavar="N", help=f"steps to draw from the trace (default: {BATCHES})")
+    how = parser.add_argument_group("how")
+    how.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, rows and choices (default: 0)")
+    how.add_argument("--jobs", type=int, metavar="N", help="processes (default: one for each core)")
+    parser.epilog = f"{EXAMPLES}\n{ABOUT}"
 
 
 def run(args: argparse.Namespace) -> int:
     """Run what is asked for, print it, and return the exit code."""
+    table.console()  # what is missing is told before any work
     check_int("--seed", args.seed, 0)
     jobs = check_int("--jobs", (os.cpu_count() or 1) if args.jobs is None else args.jobs, 1)
     if args.trace is None and args.batches is not None:
@@ -140,7 +147,7 @@ def run_way(args: argparse.Namespace, way: Way, jobs: int) -> int:
     for cell in cells:
         kind = parity_v32.group_of(cell, way) if stack else cell.ratio
         groups.setdefault((cell.scenario, kind), []).append(cell)
-    results = list(table.followed(results_of(plans, groups, args.seed, jobs, way), len(groups) + len(cells), "parity"))
+    results = list(followed(results_of(plans, groups, args.seed, jobs, way), len(groups) + len(cells), "parity"))
 
     devices: list[Any] = [result for result in results if not isinstance(result, CellResult)]
     order = {cell: i for i, cell in enumerate(cells)}
@@ -191,7 +198,7 @@ def traced(args: argparse.Namespace) -> tuple[dict[str, Plan], list[GeometryResu
     else:
         count = check_int("--batches", BATCHES if args.batches is None else args.batches, 1)
         steps = drawn_steps(args.trace, count, args.seed)
-    results = [r for step in table.followed(steps, len(steps), "geometry") for r in geometry(step, args.model)]
+    results = [r for step in followed(steps, len(steps), "geometry") for r in geometry(step, args.model)]
     table.show_steps(steps)
     return {step.name: plan(step) for step in steps}, results
 

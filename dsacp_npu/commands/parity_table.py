@@ -1,15 +1,13 @@
-"""What `parity` prints: progress on stderr, tables and a summary on stdout; colours on a terminal only."""
+"""What `parity` prints: tables and a summary on stdout; colours on a terminal only."""
 
 from __future__ import annotations
 
 import shlex
-import sys
 import textwrap
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from platform import python_version
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -20,23 +18,7 @@ from dsacp_npu.commands.parity_geometry import GeometryResult
 from dsacp_npu.commands.parity_results import FAIL, OK, REFUSED, CellResult, DeviceResult
 from dsacp_npu.commands.parity_trace import DrawnStep, divisor_of, scaled_lengths
 
-try:
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-except ImportError as error:
-    raise ImportError("parity prints with rich; pip install rich") from error
-
-Item = TypeVar("Item")
-
 WIDTH = 140  # columns of running text
-LINE_EVERY = 10.0  # seconds between progress lines where there is no terminal
 
 HALF_LEGEND = """\
 error   largest difference from one device in float64, over its largest value
@@ -70,20 +52,13 @@ scored    likewise, index keys that it scores (V4-Flash, ratio 4)
 result    each token owned once, restored in order, at its true position; contiguous as the proposal has it"""
 
 
-def followed(items: Iterable[Item], total: int, what: str) -> Iterator[Item]:
-    """The items, with a bar on stderr while they come, or a line now and then where that is no terminal."""
-    if sys.stderr.isatty():
-        parts = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-        with Progress(*parts, console=Console(stderr=True), transient=True) as progress:
-            yield from progress.track(items, total=total)
-        return
-    start = said = time.monotonic()
-    for count, item in enumerate(items, 1):
-        now = time.monotonic()
-        if now - said >= LINE_EVERY:
-            said = now
-            print(f"{what}: {count} of {total}, {now - start:.0f} s", file=sys.stderr, flush=True)
-        yield item
+def console() -> Any:
+    """Where rows go."""
+    try:
+        from rich.console import Console
+    except ImportError as error:
+        raise ImportError("parity prints with rich; pip install rich") from error
+    return Console(highlight=False, markup=False, soft_wrap=True)
 
 
 def show(title: str, legend: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -91,12 +66,12 @@ def show(title: str, legend: str, columns: Sequence[str], rows: Sequence[Sequenc
     names = tuple(name.rstrip(":") for name in columns)
     widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
     align = [str.rjust if name.endswith(":") else str.ljust for name in columns]
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    lines = console()
     print(f"\n{title}\n")
     for row in (names, *rows):
         line = "  ".join(side(cell, width) for side, cell, width in zip(align, row, widths, strict=True))
         style = "bold" if row is names else "bold red" if row[-1] == FAIL else None
-        console.print(line.rstrip(), style=style)
+        lines.print(line.rstrip(), style=style)
     print("\n" + "\n".join(f"  {line}" for line in legend.splitlines()))
 
 

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from dsacp_npu import distributed
 from dsacp_npu._tensors import torch
 from dsacp_npu.commands import outside
 from dsacp_npu.commands.counted import counted_transport
+from dsacp_npu.commands.on_ranks import on_ranks
+from dsacp_npu.commands.progress import waiting
+from dsacp_npu.distributed import Ranks
 from dsacp_npu.integrations.transformers import enable
 from dsacp_npu.parallel import parallel_of
-from dsacp_ref.config import AttentionConfig, ParallelConfig, v4_flash
+from dsacp_ref._arguments import Parser
+from dsacp_ref.config import SPLITS, AttentionConfig, ParallelConfig, v4_flash
 from dsacp_ref.mla_config import MLAConfig, v32
 from dsacp_ref.spec import ContractError, UnsupportedError, check_int, contract_error
 
@@ -56,7 +55,13 @@ MLA_SURROUNDINGS = {"intermediate_size": 48, "first_k_dense_replace": 1, "moe_in
 MLA_SURROUNDINGS |= {"n_routed_experts": 4, "n_group": 1, "topk_group": 1}
 BYTES = 256  # the vocabulary
 CHUNK = 256  # tokens that the untouched model reads at once
-TIMEOUT = 120.0  # seconds that ranks wait for each other
+
+EXAMPLES = """\
+examples:
+  %(prog)s --prompt-file README.md
+  %(prog)s --prompt-file README.md --processes 4 --split zigzag
+  %(prog)s --prompt-file README.md --model v32 --split round_robin
+"""
 
 
 class Report(NamedTuple):
@@ -162,67 +167,51 @@ def main(argv: Sequence[str] | None = None) -> int:
         demo = DEMOS[args.model]
         size = check_int("--processes", args.processes, 1, demo.most_ranks, demo.why)
         options = ParallelConfig(enable_dsa_cp=True, prefill_cp_mode=args.split, **demo.modes)
-        show(reports(args.model, text, size, options), f"{len(text)} tokens, {demo.num_layers} layers")
+        with waiting(f"{size} processes read {len(text)} tokens"):
+            found = on_ranks(size, rank_report, args.model, text, options)
+        show(found, f"{len(text)} tokens, {demo.num_layers} layers")
     except (ContractError, UnsupportedError, ImportError, OSError) as error:
         print(f"dsacp_npu.integrations.transformers: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The flags."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="python -m dsacp_npu.integrations.transformers",
-        description="A small random DeepSeek-V4 or V3.2 of transformers reads the bytes of a file, its attention split "
-        "over processes, and its logits are compared with those of the untouched model.",
-        allow_abbrev=False,
+        description="A small random DeepSeek-V4 or V3.2 of transformers reads the bytes of a file, its attention "
+        "split\nover processes, and its logits are compared with those of the untouched model.",
+        epilog=EXAMPLES,
     )
-    made.add_argument("--prompt-file", required=True, help="any file; its bytes are the tokens")
-    made.add_argument("--model", choices=DEMOS, default="v4", help="which of them (default v4)")
-    made.add_argument("--processes", type=int, default=2, help="ranks, one process each (default 2)")
-    made.add_argument("--split", default="contiguous", help="the rule that hands tokens to ranks (default contiguous)")
+    made.add_argument("--prompt-file", required=True, metavar="FILE", help="any file; its bytes are the tokens")
+    made.add_argument("--model", choices=DEMOS, default="v4", help="which of them (default: v4)")
+    words = "ranks, one process each, 1 to 8 (default: 2)"
+    made.add_argument("--processes", type=int, metavar="N", default=2, help=words)
+    words = f"the rule that hands tokens to ranks: {', '.join(SPLITS)} (default: contiguous)"
+    made.add_argument("--split", metavar="RULE", default="contiguous", help=words)
     return made
 
 
-def reports(name: str, text: bytes, size: int, options: ParallelConfig) -> list[Report]:
-    """What every rank says."""
-    context = multiprocessing.get_context("forkserver")
-    # Not this module: it would bring in the one that each process runs first, as its __main__.
-    context.set_forkserver_preload(["dsacp_npu.module", "transformers"])
-    with (
-        tempfile.TemporaryDirectory(prefix="dsacp-transformers-") as folder,
-        ProcessPoolExecutor(size, context) as pool,
-    ):
-        # A rank ends only after it has met the others, so each task gets a process of its own.
-        meeting = f"file://{folder}/meeting"
-        tasks = [pool.submit(rank_report, meeting, size, rank, name, text, options) for rank in range(size)]
-        return [task.result() for task in tasks]
-
-
-def rank_report(meeting: str, size: int, rank: int, name: str, text: bytes, options: ParallelConfig) -> Report:
+def rank_report(ranks: Ranks, name: str, text: bytes, options: ParallelConfig) -> Report:
     """One rank: the model untouched, then with its attention split."""
-    torch.set_num_threads(1)
-    ranks = distributed.connect(meeting, size, rank, timeout=TIMEOUT)
-    try:
-        model = DEMOS[name].build(DEMOS[name].config, vocab_size=BYTES)
-        ids = torch.tensor([list(text)])
-        plain = untouched_logits(model, ids)
-        session = enable(model, num_tokens=len(text), max_requests=1, parallel=parallel_of(options, tp=ranks))
-        with counted_transport(torch.distributed) as received, session.step({"text": len(text)}) as step:
-            logits = model(ids, position_ids=step.position_ids).logits
-        partition = step.metadata.partition  # None in a step that every rank runs whole
-        apart = (logits - plain).abs().amax(dim=-1)
-        return Report(
-            len(text) if partition is None else int((partition.token_indices[rank] >= 0).sum()),
-            sum(cache.num_bytes for cache in session.caches),
-            sum(call.num_bytes for call in received),
-            float(apart.median()),
-            float(apart.max()),
-            float(plain.abs().max()),
-            int((logits.argmax(dim=-1) == plain.argmax(dim=-1)).sum()),
-        )
-    finally:
-        ranks.close()
+    model = DEMOS[name].build(DEMOS[name].config, vocab_size=BYTES)
+    ids = torch.tensor([list(text)])
+    plain = untouched_logits(model, ids)
+    session = enable(model, num_tokens=len(text), max_requests=1, parallel=parallel_of(options, tp=ranks))
+    with counted_transport(torch.distributed) as received, session.step({"text": len(text)}) as step:
+        logits = model(ids, position_ids=step.position_ids).logits
+    partition = step.metadata.partition  # None in a step that every rank runs whole
+    apart = (logits - plain).abs().amax(dim=-1)
+    return Report(
+        len(text) if partition is None else int((partition.token_indices[ranks.cp_rank] >= 0).sum()),
+        sum(cache.num_bytes for cache in session.caches),
+        sum(call.num_bytes for call in received),
+        float(apart.median()),
+        float(apart.max()),
+        float(plain.abs().max()),
+        int((logits.argmax(dim=-1) == plain.argmax(dim=-1)).sum()),
+    )
 
 
 def untouched_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
