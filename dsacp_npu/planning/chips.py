@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
-
-import json
 
 from dsacp_ref.config import _json_in
 from dsacp_ref.spec import check_number, contract_error
@@ -136,7 +135,9 @@ def chip_of_json(name: str, figures: Any) -> Chip:
         ContractError: a figure that is missing, unknown, out of range or without a source.
     """
     if not isinstance(figures, Mapping):
-        raise contract_error(f"chip {name}", "be a JSON object", type(figures).__name__, "see dsacp_npu/planning/chips.json")
+        raise contract_error(
+            f"chip {name}", "be a JSON object", type(figures).__name__, "see dsacp_npu/planning/chips.json"
+        )
     hint = "one of " + ", ".join(FIGURES)
     for key in figures:
         if key not in FIGURES:

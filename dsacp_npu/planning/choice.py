@@ -8,7 +8,6 @@ from typing import NamedTuple
 from dsacp_npu.planning.chips import Chip
 from dsacp_npu.planning.costs import GB, Cost, Planner
 from dsacp_npu.planning.flows import output_flows
-from dsacp_npu.planning.models import Model
 from dsacp_npu.planning.schemes import Refused, Scheme, schemes_of, tensor_parallel, why_not
 from dsacp_npu.planning.shares import Batch, Shares, batch_of, shares_of
 from dsacp_ref.spec import UnsupportedError
@@ -53,7 +52,8 @@ class Plan(NamedTuple):
             least = min(self.costs, key=lambda cost: cost.memory.total)
             raise UnsupportedError(
                 f"no scheme fits into {self.chip.memory:g} GB of {self.chip.name}; the least needs "
-                f"{least.memory.total / GB:.1f} GB ({least.scheme.topology}); use more ranks, or fewer tokens a step"
+                f"{least.memory.total / GB:.1f} GB ({least.scheme.topology}); use more ranks, or plan a part of the "
+                "prompt behind its computed tokens"
             )
         return self.costs[0]
 
@@ -146,7 +146,8 @@ def break_even(planner: Planner, scheme: Scheme) -> BreakEven | None:
     """
     gathers, moves = (scheme._replace(output_mode=mode) for mode in ("gather_weight", "all_to_all"))
     model, weight = planner.model, planner.precision.weights
-    if scheme.cp_size == 1 or any(why_not(each, kind) for each in (gathers, moves) for kind in model.kinds):
+    legal = all(why_not(each, kind) is None and not kind.is_latent for each in (gathers, moves) for kind in model.kinds)
+    if scheme.cp_size == 1 or not legal:
         return None
     kind = model.kinds[0]  # the output side is the same in all
 

@@ -8,7 +8,7 @@ nothing is overlapped. So a layer takes ``max over ranks (sum of parts) + sum of
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,20 +22,32 @@ from dsacp_npu.planning.shares import Batch, Shares, shares_of
 __all__ = ["PRECISIONS", "Cost", "LayerCost", "Memory", "Planner", "Precision", "linear_flop"]
 
 Float64, Int64 = NDArray[np.float64], NDArray[np.int64]
+Work = tuple[Any, float, Any]  # operations, operations a second, bytes of memory
 LOGIT_ROWS = 1024  # queries that an indexer scores at a time, so that its scores never fill the memory
 GB = 1e9
 
 
 class Precision(NamedTuple):
-    """Bytes of a number of weights (and of the products with them), of index keys with their scale, and of rows that
-    are sent to experts."""
+    """How numbers are held.
+
+    Fields:
+        weights: int, bytes of a weight, and of the numbers that products are made of.
+        expert_weights: float, bytes of a routed expert's weight in memory; scales are not counted.
+        index_key: int, bytes of an index key in its cache, with its scale.
+        sent: int, bytes of a number on its way to an expert.
+    """
 
     weights: int
+    expert_weights: float
     index_key: int
     sent: int
 
 
-PRECISIONS = {"w8a8": Precision(1, 132, 1), "bf16": Precision(2, 256, 2)}
+PRECISIONS = {
+    "w4a8": Precision(1, 0.5, 132, 1),  # as V4 is released: routed experts in 4 bits
+    "w8a8": Precision(1, 1, 132, 1),
+    "bf16": Precision(2, 2, 256, 2),
+}
 
 
 class LayerCost(NamedTuple):
@@ -201,7 +213,7 @@ def linear_flop(kind: LayerKind, scheme: Scheme, shares: Shares) -> Int64:
 class Planner:
     """The costs of one model on one kind of chip."""
 
-    def __init__(self, model: Model, chip: Chip, precision: str = "w8a8") -> None:
+    def __init__(self, model: Model, chip: Chip, precision: str = "w4a8") -> None:
         """``precision``: a name of `PRECISIONS`."""
         self.model, self.chip, self.precision = model, chip, PRECISIONS[precision]
 
@@ -260,7 +272,8 @@ class Planner:
         matrix = 3 * hidden * experts.width
         dense = 3 * hidden * experts.dense_width * (1 - sparse)
         flop = 2 * (sparse * matrix * (routed + experts.shared * own) + dense * own)
-        read = weight * (sparse * matrix * (experts.routed / ranks + experts.shared) + dense)
+        routed_weights = self.precision.expert_weights * experts.routed / ranks
+        read = sparse * matrix * (routed_weights + weight * experts.shared) + weight * dense
         flows = expert_flows(experts, scheme, shares, hidden, self.precision.sent)
         flows = [flow._replace(received=(flow.received * sparse).astype(np.int64)) for flow in flows]
         work = {
@@ -269,7 +282,7 @@ class Planner:
         }
         return self._timed("experts", layers, work, flows)
 
-    def _timed(self, name: str, count: int, work: dict[str, tuple[object, float, object]], flows: list[Flow]) -> LayerCost:
+    def _timed(self, name: str, count: int, work: dict[str, Work], flows: list[Flow]) -> LayerCost:
         """Seconds of every part: operations over the rate, or bytes over the memory's, whichever is longer."""
         parts, limits, total = {}, {}, 0
         for part, (flop, rate, num_bytes) in work.items():
@@ -320,10 +333,11 @@ class Planner:
             output = kind.output // kind.groups * groups
             attention += kind.count * (kind.query_whole + kind.query_heads // scheme.tp_size + kind.key_side + output)
         experts, matrix = model.experts, 3 * model.hidden * model.experts.width
-        sparse = (model.num_layers - experts.dense_layers) * matrix * (-(-experts.routed // ranks) + experts.shared)
-        dense = 3 * experts.dense_layers * model.hidden * experts.dense_width
+        layers = model.num_layers - experts.dense_layers
+        routed = int(layers * matrix * -(-experts.routed // ranks) * self.precision.expert_weights)
+        dense = 3 * experts.dense_layers * model.hidden * experts.dense_width + layers * matrix * experts.shared
         ends = 2 * -(-model.vocab // ranks) * model.hidden * BF16
-        return (attention + sparse + dense) * self.precision.weights + ends
+        return (attention + dense) * self.precision.weights + routed + ends
 
     def _caches(self, batch: Batch) -> int:
         """All that later steps need, the same on every rank: windows, entries, index keys, latents."""

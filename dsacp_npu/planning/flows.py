@@ -109,9 +109,7 @@ def held_rows(scheme: Scheme, shares: Shares) -> tuple[NDArray[np.int64], int]:
     return shares.rows, scheme.tp_size
 
 
-def expert_flows(
-    experts: Experts, scheme: Scheme, shares: Shares, hidden: int, sent_bytes: int
-) -> list[Flow]:
+def expert_flows(experts: Experts, scheme: Scheme, shares: Shares, hidden: int, sent_bytes: int) -> list[Flow]:
     """The collectives of one layer of experts that are spread over all ranks, each token to its own.
 
     Ranks that hold the same rows each send a part of them; what comes back is gathered among them. Tokens are taken to

@@ -43,8 +43,8 @@ class LayerKind(NamedTuple):
         heads, groups: ints, of queries, and of the output projection; a share of ranks must divide both.
         window: int, raw keys that a query sees; 0 where the indexer chooses among them (V3.2).
         top_k: int, keys or entries that are chosen; 0 for all.
-        query_whole, query_heads, key_side, output: ints, multiply-adds a row (and weights) of the projections: those
-            of the query side that heads have in common, those by head, those of keys and compressors, and of the output.
+        query_whole, query_heads, key_side, output: ints, multiply-adds a row (and weights) of the projections: of the
+            query side, in common and by head; of keys and compressors; and of the output.
         group_parts: (int, int), output weights of a group that a gather of weights brings in two calls.
         key_flop, score_flop: ints, operations a head and key of attention, and a score of the indexer.
         head_out: int, channels of a head's output.

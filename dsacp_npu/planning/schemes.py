@@ -9,7 +9,7 @@ from dsacp_npu.planning.models import LayerKind, Model
 from dsacp_ref.config import check_combination
 from dsacp_ref.spec import UnsupportedError, check_int
 
-__all__ = ["SPLITS", "Refused", "Scheme", "schemes_of", "tensor_parallel"]
+__all__ = ["ENGINES", "SPLITS", "Refused", "Scheme", "engine_of", "named_schemes", "schemes_of", "tensor_parallel"]
 
 # Rules of the definition as planning tries them; pages of 128 keep every window of a compressor whole.
 SPLITS = (
@@ -135,3 +135,50 @@ def why_not(scheme: Scheme, kind: LayerKind) -> str | None:
     except UnsupportedError as error:
         return str(error)
     return None
+
+
+# Who does what, in the words of this house (`docs/design.md` 4). Where an engine has more than one way, the one that
+# it takes for long prefills.
+ENGINES = {
+    "xLLM's proposal (#1997)": ("contiguous", "full", "replicate", "all_to_all"),
+    "vllm-ascend DSA-CP": ("contiguous", "full", "replicate", "gather_weight"),
+    "xLLM as merged (#2097)": ("contiguous_request", "scattered", "gather_hidden", "replicated_weight"),
+    "SGLang in-seq-split": ("zigzag", "scattered", "gather_kv", "replicated_weight"),
+    "SGLang round-robin-split": ("round_robin", "scattered", "gather_kv", "replicated_weight"),
+}
+GATHERED_ENTRIES = tuple(
+    (split, "scattered", "gather_compressed", output_mode)
+    for split in ("contiguous", "zigzag", "round_robin_page(128)")
+    for output_mode in ("replicated_weight", "gather_weight")
+)
+
+
+def engine_of(scheme: Scheme) -> str:
+    """The engine that runs a scheme with all ranks splitting tokens; "" for none that we know."""
+    if scheme.cp_size == 1:
+        return "plain TP"
+    modes = (scheme.split, scheme.rows, scheme.key_mode, scheme.output_mode)
+    return next((name for name, way in ENGINES.items() if way == modes and scheme.tp_size == 1), "")
+
+
+def named_schemes(model: Model, num_ranks: int) -> list[Scheme]:
+    """A few schemes to compare a trace by: plain TP, the engines' ways, and gathered entries.
+
+    Args:
+        model: Model.
+        num_ranks: int >= 1.
+
+    Returns:
+        list of Scheme: those that work for the model; half of the ranks splitting tokens and pairs of them heads, too.
+
+    >>> from dsacp_npu.planning.models import model_of
+    >>> [engine_of(scheme) for scheme in named_schemes(model_of("v3.2"), 8)][:3]
+    ['plain TP', 'SGLang in-seq-split', 'SGLang round-robin-split']
+    """
+    found = [tensor_parallel(num_ranks)]
+    if num_ranks > 1:
+        found += [Scheme(num_ranks, 1, *way) for way in (*ENGINES.values(), *GATHERED_ENTRIES)]
+    if num_ranks > 3 and num_ranks % 2 == 0:
+        found += [Scheme(num_ranks // 2, 2, *way) for way in GATHERED_ENTRIES[2:4]]
+    legal = set(schemes_of(model, num_ranks)[0])
+    return [scheme for scheme in found if scheme in legal]

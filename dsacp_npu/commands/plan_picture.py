@@ -1,0 +1,42 @@
+"""The pictures of `plan`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from dsacp_npu import plots
+from dsacp_npu.commands.plan_table import PARTS, shown_of, words
+from dsacp_npu.planning.costs import Cost
+from dsacp_npu.planning.replay import Replay
+
+
+def draw_plan(path: str, answer: Any, num_ranks: int) -> None:
+    """The time of the schemes that the table shows, part by part."""
+    plan = answer.plan
+    costs = [cost for cost in shown_of(plan) if plan.fits(cost)]
+    figure = plots.bars(
+        [words(cost.scheme) for cost in costs],
+        {part: [seconds_of(cost, part) for cost in costs] for part in PARTS},
+        xlabel="seconds",
+        title=f"{answer.planner.model.name}, {plan.batch.num_tokens:,} new tokens on {num_ranks} x {plan.chip.name}",
+        number="{:.2f}",
+    )
+    plots.saved(figure, path)
+
+
+def seconds_of(cost: Cost, part: str) -> float:
+    """The seconds of one column of the table of layers."""
+    found = cost.seconds_by_part()
+    return sum(found.get(name, 0.0) for name in PARTS[part] or (part,))
+
+
+def draw_replay(path: str, replay: Replay) -> None:
+    """The time of all steps under each scheme, and of the best for each."""
+    order = np.argsort(replay.fixed, kind="stable")
+    order = order[np.isfinite(replay.fixed[order])]
+    labels = ["best of each step", *(words(replay.schemes[index]) for index in order)]
+    values = [float(replay.best.sum()), *(float(replay.fixed[index]) for index in order)]
+    title = f"{len(replay.tokens):,} steps, {int(replay.tokens.sum()):,} new tokens"
+    plots.saved(plots.bars(labels, values, xlabel="seconds of all steps", title=title, number="{:,.0f}"), path)

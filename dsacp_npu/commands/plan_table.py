@@ -1,0 +1,199 @@
+"""The tables of `plan`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from dsacp_npu.planning.choice import Plan
+from dsacp_npu.planning.costs import GB, Cost, Planner
+from dsacp_npu.planning.replay import Replay
+from dsacp_npu.planning.schemes import Scheme, engine_of
+
+try:
+    from rich.console import Console
+    from rich.table import Table
+except ImportError as error:
+    raise ImportError("plan prints its tables with rich; pip install rich, or use --json") from error
+
+MOST = 8  # schemes that are shown, besides those that have a name
+ASSUMED = (
+    "Assumed: tokens go to all experts alike, experts lie over all ranks, nothing overlaps with an exchange, and the "
+    "chip's rates hold at every size (docs/planning.md). --json has every figure's source."
+)
+
+
+def show_plan(answer: Any, num_ranks: int, precision: str, *, everything: bool) -> None:
+    """A plan's schemes, the layers of the best one beside plain TP, and what follows."""
+    plan: Plan = answer.plan
+    console = console_of()
+    batch, tp = plan.batch, plan.tensor_parallel
+    requests = f"{len(batch.query_lens)} request{'s' * (len(batch.query_lens) > 1)}"
+    console.print(
+        f"{answer.planner.model.name} on {num_ranks} x {plan.chip.name}, {precision}: {requests}, "
+        f"{batch.num_tokens:,} new tokens, {sum(batch.computed):,} cached",
+        style="bold",
+    )
+    shown = plan.costs if everything else shown_of(plan)
+    places = {cost.scheme: str(place) for place, cost in enumerate(plan.costs, 1)}
+    heading = ("#:", "ranks", *MODES, "s:", "x TP:", "uneven:", "GB in:", "GB peak:", "")
+    table(console, heading, [scheme_row(cost, places[cost.scheme], plan, tp) for cost in shown])
+    for cost in (plan.best, *([tp] if tp is not None and tp is not plan.best else [])):
+        console.print(f"\n{words(cost.scheme)}, a layer of each kind", style="bold")
+        heading = ("kind", "layers:", "ms:", *(f"{part}:" for part in PARTS), "TFLOP:", "MB in:", "uneven:")
+        table(console, heading, layer_rows(cost))
+    console.print()
+    for line in notes(answer, everything):
+        console.print(line)
+
+
+def shown_of(plan: Plan) -> list[Cost]:
+    """The fastest few that differ, and those that have a name, in order."""
+    shown: list[Cost] = []
+    for cost in plan.costs:
+        fast = len(shown) < MOST and not (shown and alike(cost, shown[-1]))
+        if fast or engine_of(cost.scheme):
+            shown.append(cost)
+    return shown
+
+
+def alike(cost: Cost, other: Cost) -> bool:
+    """Whether two schemes differ in their split alone, and that by nothing."""
+    same_words = cost.scheme._replace(split="") == other.scheme._replace(split="")
+    return same_words and (cost.seconds, cost.memory) == (other.seconds, other.memory)
+
+
+def scheme_row(cost: Cost, place: str, plan: Plan, tp: Cost | None) -> tuple[str, ...]:
+    """One scheme."""
+    scheme = cost.scheme
+    gain = f"{tp.seconds / cost.seconds:.2f}" if tp else "-"
+    note = engine_of(scheme) if plan.fits(cost) else f"does not fit into {plan.chip.memory:g} GB"
+    numbers = (f"{cost.seconds:.3f}", gain, f"{cost.imbalance:.2f}", f"{cost.received / GB:.1f}")
+    return (place, scheme.topology, *modes_of(scheme), *numbers, f"{cost.memory.total / GB:.1f}", note)
+
+
+MODES = ("split", "rows", "keys", "output")
+
+
+def modes_of(scheme: Scheme) -> tuple[str, ...]:
+    """The words of a scheme; plain TP has none."""
+    return ("-",) * len(MODES) if scheme.cp_size == 1 else scheme[2:]
+
+
+# A column of the table of layers, and the parts of a layer's time that stand in it.
+PARTS = {
+    "projections": ("query projections", "key side", "output projection"),
+    "attention": ("attention",),
+    "index": ("index scores",),
+    "experts": ("experts",),
+    "residual": ("residual",),
+    "exchange": (),
+}
+
+
+def layer_rows(cost: Cost) -> list[tuple[str, ...]]:
+    """Every kind of layer, and all layers together."""
+    rows = []
+    for layer in cost.layers:
+        slowest = int(layer.compute.argmax())
+        at = {name: float(seconds[slowest]) for name, seconds in layer.parts.items()}
+        parts = [sum(at.get(name, 0.0) for name in names) for names in PARTS.values()]
+        parts[-1] = layer.exchange
+        cells = [f"{1e3 * seconds:.2f}" if seconds else "-" for seconds in parts]
+        amounts = (f"{layer.flop.max() / 1e12:.2f}", f"{layer.received / 1e6:.1f}", f"{layer.imbalance:.2f}")
+        rows.append((layer.name, str(layer.count), f"{1e3 * layer.seconds:.2f}", *cells, *amounts))
+    by_part = cost.seconds_by_part()
+    sums = [sum(by_part.get(name, 0.0) for name in names) for names in PARTS.values()]
+    sums[-1] = by_part["exchange"]
+    flop = sum(layer.count * int(layer.flop.max()) for layer in cost.layers)
+    amounts = (f"{flop / 1e12:.0f}", f"{cost.received / 1e6:.0f}", f"{cost.imbalance:.2f}")
+    rows.append(("all", "", f"{1e3 * cost.seconds:.1f}", *(f"{1e3 * seconds:.1f}" for seconds in sums), *amounts))
+    return rows
+
+
+def notes(answer: Any, everything: bool) -> list[str]:
+    """What follows from the plan, in sentences."""
+    plan: Plan = answer.plan
+    best, lines = plan.best, []
+    memory = best.memory
+    parts = ", ".join(f"{name} {size / GB:.1f}" for name, size in memory._asdict().items())
+    lines.append(f"Best: {words(best.scheme)}: {best.seconds:.3f} s, the largest part {best.bound()}.")
+    lines.append(f"It takes {memory.total / GB:.1f} of {plan.chip.memory:g} GB at its peak: {parts}.")
+    if answer.pays_from:
+        lines.append(f"Splitting tokens over all ranks beats plain TP from {answer.pays_from:,} tokens of one request.")
+    even = answer.break_even
+    if even:
+        lines.append(
+            f"gather_weight beats all_to_all from {told(even.seconds)} tokens of one request; by bytes from "
+            f"{told(even.num_bytes)}, of the heads' exchange alone from {told(even.heads_alone)}."
+        )
+    large = sum(not plan.fits(cost) for cost in plan.costs)
+    if everything:
+        lines += [f"Refused: {words(scheme)}: {reason}." for scheme, reason in plan.refused]
+    else:
+        counts = f"{len(plan.costs)} schemes were compared, {large} do not fit, {len(plan.refused)} are refused"
+        lines.append(f"{counts}; --all lists them.")
+    return [*lines, ASSUMED]
+
+
+def told(tokens: int | None) -> str:
+    """A break-even in words."""
+    return f"{tokens:,}" if tokens else "no number of"
+
+
+def words(scheme: Scheme) -> str:
+    """A scheme on one line, with the engine that runs it."""
+    text = scheme.topology if scheme.cp_size == 1 else f"{scheme.topology}, {scheme.modes}"
+    engine = engine_of(scheme)
+    return f"{text} ({engine})" if engine else text
+
+
+def show_replay(replay: Replay, planner: Planner, num_ranks: int, precision: str, cut: str) -> None:
+    """Every fixed scheme over the whole trace, and choosing for each step; ``cut``: how it was cut into steps."""
+    console = console_of()
+    console.print(
+        f"{planner.model.name} on {num_ranks} x {planner.chip.name}, {precision}: {len(replay.tokens):,} steps, "
+        f"{int(replay.tokens.sum()):,} new tokens ({cut})",
+        style="bold",
+    )
+    best, order = replay.best, np.argsort(replay.fixed, kind="stable")
+    rows = []
+    for index in order.tolist():
+        scheme, seconds = replay.schemes[index], replay.seconds[:, index]
+        numbers = (*replay_numbers(seconds, best), share(replay.chosen == index))
+        rows.append((scheme.topology, *modes_of(scheme), *numbers, engine_of(scheme)))
+    rows.append(("any", "the best for each step", "", "", "", *replay_numbers(best, best), "", ""))
+    heading = ("ranks", *MODES, "s:", "x chosen:", "p50 s:", "p99 s:", "best in:", "")
+    table(console, heading, rows)
+    console.print(f"\n{ASSUMED}")
+
+
+def replay_numbers(seconds: Any, best: Any) -> tuple[str, ...]:
+    """Seconds in all, over the best choice, of the middle step and of one of the slowest."""
+    if not math.isfinite(float(seconds.sum())):
+        return ("does not fit", "-", "-", "-")
+    middle, late = np.percentile(seconds, [50, 99])
+    return f"{seconds.sum():.1f}", f"{seconds.sum() / best.sum():.3f}", f"{middle:.3f}", f"{late:.3f}"
+
+
+def share(mask: Any) -> str:
+    """A part of the steps in percent."""
+    return f"{100 * float(mask.mean()):.1f} %"
+
+
+def console_of() -> Console:
+    """Where tables go, as wide as they are: a row in two lines is no row, and a file has no width."""
+    return Console(width=200, highlight=False, markup=False, soft_wrap=True)
+
+
+def table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Rows under their heading; a column is right-aligned when its name ends in a colon, which is not shown."""
+    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        shown.add_column(column.rstrip(":"), justify="right" if column.endswith(":") else "left", no_wrap=True)
+    for row in rows:
+        shown.add_row(*row)
+    console.print(shown)
