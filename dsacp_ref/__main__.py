@@ -273,6 +273,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     add_arguments(explain)
+    explain.epilog = (
+        f"{explain.epilog}\n`python -m dsacp_npu explain` takes --plot FILE as well, and draws the batch.\n"
+    )
     args = top.parse_args(argv)
     try:
         return run(args)
