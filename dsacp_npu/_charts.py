@@ -111,7 +111,7 @@ def lines(
             axes.plot(x, np.asarray(values, float), markersize=5, linewidth=1.6, label=name, **look)
         if "x" in log:
             axes.set_xscale("log", base=2)
-            axes.set_xticks(x, [f"{value:,g}" for value in x])  # the points themselves, not powers
+            axes.set_xticks(x, [short(value) for value in x])  # the points themselves, not powers
         if "y" in log:
             axes.set_yscale("log")
         axes.set(xlabel=xlabel, ylabel=ylabel)
@@ -120,6 +120,18 @@ def lines(
         name_ends(axes, x, curves)
         figure.suptitle(title, x=0.01, ha="left")
     return figure
+
+
+def short(number: float) -> str:
+    """A number on an axis: 131072 is 128k, as one says of tokens.
+
+    >>> short(1), short(1536), short(131072), short(2**20), short(1000)
+    ('1', '1536', '128k', '1M', '1000')
+    """
+    for unit, sign in ((1 << 20, "M"), (1 << 10, "k")):
+        if number and number % unit == 0:
+            return f"{number // unit:g}{sign}"
+    return f"{number:g}"
 
 
 def name_ends(axes: Axes, x: Sequence[float], curves: Mapping[str, Sequence[float]]) -> None:

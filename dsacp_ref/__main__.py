@@ -270,6 +270,9 @@ def parser() -> Parser:
     words = "show who owns which token, and the operator rows of every rank"
     explain = top.add_subparsers(dest="command", metavar="command").add_parser("explain", help=words)
     add_arguments(explain)
+    explain.epilog = (
+        f"{explain.epilog}\n`python -m dsacp_npu explain` takes --plot FILE as well, and draws the batch.\n"
+    )
     explain.set_defaults(parser=explain)
     return top
 

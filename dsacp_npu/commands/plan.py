@@ -108,6 +108,10 @@ def run(args: argparse.Namespace) -> int:
     if not args.trace and (args.alone or args.step_tokens is not None):
         name = "--alone" if args.alone else "--step-tokens"
         raise contract_error(name, "stand with --trace", "--query-lens", "a batch is one step")
+    if args.plot is not None:
+        from dsacp_npu._drawing import checked_path
+
+        checked_path(args.plot, "--plot")
     planner = Planner(model_of(args.model), chip_of(args.chip), args.precision)
     check_int("--ranks", args.ranks, 1, 4096)
     return trace_plan(args, planner) if args.trace else batch_plan(args, planner)

@@ -69,7 +69,7 @@ def test_no_two_modules_import_each_other() -> None:
 
 @pytest.mark.parametrize("package", ["dsacp_ref", "dsacp_npu"])
 def test_importing_a_package_loads_nothing_heavy(package: str) -> None:
-    heavy = {"torch", "torch_npu", "triton", "transformers", "rich", "hypothesis", "einops", "ml_dtypes"}
+    heavy = {"torch", "torch_npu", "triton", "transformers", "rich", "hypothesis", "einops", "ml_dtypes", "matplotlib"}
     code = f"import sys, {package}\nheavy = {heavy} & set(sys.modules)\nsys.exit(', '.join(sorted(heavy)) or 0)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

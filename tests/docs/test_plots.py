@@ -37,6 +37,8 @@ def test_rows_are_the_partition_in_the_order_of_the_paper(batch: Batch, cp_size:
     assert rows.token_indices[real].tolist() == list(range(batch.num_tokens))
     assert rows.owners[real].tolist() == [owner[token] for token in range(batch.num_tokens)]
     assert (np.diff(np.where(rows.request_indices < 0, 99, rows.request_indices)) >= 0).all(), "request by request"
+    pad_is_last = [(np.diff(real[rows.request_indices == request].astype(int)) <= 0).all() for request in range(9)]
+    assert all(pad_is_last), "a request's pad rows stand behind its tokens"
     pads = np.bincount(rows.owners[~real], minlength=cp_size).tolist()
     assert pads == [sum(token < 0 for token in tokens) for tokens in held]
     last_keys = []
@@ -71,6 +73,12 @@ def test_cells_are_the_masks(last_keys: list[int], num_keys: int, window_size: i
     assert ((state > 0) == (keys <= positions[:, None])).all()
     counts = visible_entries(positions, 4)
     assert ((plots.visibility(counts - 1, keys) == 2) == entry_mask(positions, num_keys, 4)).all()
+
+
+def test_without_causality_a_query_sees_its_whole_request() -> None:
+    figure = plots.partition_picture(LOC, LENS, 2, causal=False)
+    colored = (np.asarray(figure.axes[1].images[0].get_array()) < 1).any(axis=2)
+    assert colored.sum(axis=1).tolist() == [16] * 12 + [6] * 6
 
 
 def test_work_is_a_count_of_masks() -> None:
@@ -197,6 +205,12 @@ def test_the_same_picture_is_the_same_bytes(suffix: str, tmp_path: Path) -> None
     assert b"matplotlib.org" not in first or suffix != ".png"
 
 
+def test_a_picture_can_be_saved_again(tmp_path: Path) -> None:
+    figure = plots.heat_map(np.eye(3), xlabel="entry", ylabel="query", value_label="score", title="Scores")
+    first, second = (plots.saved(figure, tmp_path / name).read_bytes() for name in ("first.png", "second.png"))
+    assert first == second
+
+
 @pytest.mark.parametrize("name", ["picture.jpeg", "picture", "picture.png.txt"])
 def test_an_unknown_ending_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ContractError, match=r"path must end in \.png, \.svg or \.pdf, got"):
@@ -275,6 +289,14 @@ def test_charts_refuse_what_does_not_fit(draw, text: str) -> None:
 
 
 # --- what is loaded --------------------------------------------------------------------------------------------------
+
+
+def test_a_heat_map_marks_what_is_chosen_and_hides_what_is_not_visible() -> None:
+    scores, visible, chosen = np.arange(12.0).reshape(3, 4), [0, 2, 4], np.array([[-1, -1], [1, -1], [3, 0]])
+    axes = plots.heat_map(scores, xlabel="", ylabel="", value_label="", num_visible=visible, chosen=chosen).axes[0]
+    drawn = np.ma.filled(np.ma.masked_invalid(axes.images[0].get_array()), -1)
+    assert drawn.tolist() == [[-1] * 4, [4, 5, -1, -1], [8, 9, 10, 11]]
+    assert axes.collections[0].get_offsets().tolist() == [[1, 1], [3, 2], [0, 2]]
 
 
 def test_nothing_heavy_is_loaded_before_something_is_drawn() -> None:

@@ -13,6 +13,7 @@ import pytest
 from dsacp_npu.__main__ import main
 from dsacp_npu.commands.parity_trace import full_steps, requests_of
 from dsacp_npu.commands.plan import batches_of
+from dsacp_npu.planning.chips import chip_of
 
 TRACE = Path(__file__).parents[3] / "shared" / "data" / "mooncake_conversation.csv"
 SMALL_TRACE = """\
@@ -52,11 +53,17 @@ def trace(tmp_path: Path) -> Path:
 
 
 def test_the_answer_holds_every_scheme_with_its_costs(capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(capsys, "--query-lens 8k 100 --computed 0 64k --ranks 4 --model v4-pro --chip h200 --precision bf16")
+    found = answer(
+        capsys, "--query-lens 8k 100 --computed 0 64k --ranks 4 --model v4-flash --chip h200 --precision w8a8"
+    )
     assert found["schema"] == 1
     assert found["call"] == {
-        **{"model": "v4-pro", "chip": "h200", "ranks": 4, "precision": "bf16"},
-        **{"query_lens": [8192, 100], "computed": [0, 65536]},
+        "model": "v4-flash",
+        "chip": "h200",
+        "ranks": 4,
+        "precision": "w8a8",
+        "query_lens": [8192, 100],
+        "computed": [0, 65536],
     }
     assert found["chip"]["memory"] == [141, "GB; data sheet"]
     schemes = found["schemes"]
@@ -90,8 +97,10 @@ def test_the_tables_say_what_the_answer_holds(capsys: pytest.CaptureFixture[str]
     assert printed(capsys, line + " --all").count("Refused: ") == 18
 
 
-def test_one_rank_and_v32_have_fewer_ways(capsys: pytest.CaptureFixture[str]) -> None:
-    alone = answer(capsys, "--query-lens 100 --ranks 1 --chip h200 --model v4-flash")
+def test_one_rank_and_v32_have_fewer_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    large = {name: [getattr(chip_of("h200"), name), source] for name, source in chip_of("h200").sources}
+    (tmp_path / "large.json").write_text(json.dumps(large | {"memory": [1000, "a wish"]}))
+    alone = answer(capsys, f"--query-lens 100 --ranks 1 --chip {tmp_path}/large.json")
     assert [scheme["topology"] for scheme in alone["schemes"]] == ["tp1"]
     assert alone["pays_from"] is None
     assert alone["break_even"] is None
@@ -174,11 +183,11 @@ def test_the_real_trace_is_served_best_by_gathered_entries(capsys: pytest.Captur
         ("--query-lens 5 --alone", "--alone must stand with --trace, got --query-lens"),
         ("--query-lens 5 --step-tokens 8", "--step-tokens must stand with --trace, got --query-lens"),
         ("--query-lens 5 --computed 1 2", "computed must have 1 entries, got 2; one per request"),
-        ("--query-lens 0", "query_lens must be >= 1"),
-        ("--query-lens 5 --ranks 0", "--ranks must be >= 1"),
+        ("--query-lens 0", "query_lens must be an int in [1, 2147483647], got 0"),
+        ("--query-lens 5 --ranks 0", "--ranks must be an int in [1, 4096], got 0"),
         ("--query-lens 5 --model v5", "--model must be v4-flash, v4-pro, v3.2, or a config.json, got 'v5'"),
         ("--query-lens 5 --chip tpu", "--chip must be 910b3, 910c, 950pr, h200, or a JSON file, got 'tpu'"),
-        ("--query-lens 5 --plot x.gif", "x.gif"),
+        ("--query-lens 5 --plot x.gif", "--plot must end in .png, .svg or .pdf, got 'x.gif'"),
         ("--trace nothing.csv", "nothing.csv"),
         ("--query-lens 2000m --computed 100m", "must be"),
         ("--query-lens 1m --model v4-pro --ranks 8", "no scheme fits into 64 GB of 910c; the least needs"),

@@ -39,18 +39,18 @@ def test_a_preset_is_what_its_config_json_gives(name: str, tmp_path: Path) -> No
 def test_a_key_that_planning_needs_is_asked_for_by_name(name: str) -> None:
     for key in ("n_routed_experts", "moe_intermediate_size", "vocab_size"):
         mapping = {other: value for other, value in FILES[name].items() if other != key}
-        with pytest.raises(ContractError, match=rf"^{key} must be in config.json, got no such key"):
+        with pytest.raises(ContractError, match=rf"^{key} must be in config\.json, got no such key"):
             model_of_json(mapping)
-    with pytest.raises(ContractError, match="^n_routed_experts must be >= 1"):
+    with pytest.raises(ContractError, match=r"^n_routed_experts must be an int"):
         model_of_json(FILES[name] | {"n_routed_experts": 0})
 
 
 def test_another_design_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="V4.1"):
+    with pytest.raises(UnsupportedError, match=r"this is a V4\.1 checkpoint"):
         model_of_json({"kv_source_layer_ids": [1]})
     with pytest.raises(ContractError, match=r"^--model must be v4-flash, v4-pro, v3.2, or a config.json, got 'v5'"):
         model_of("v5")
-    with pytest.raises(ContractError, match="^first_k_dense_replace must be at most 61 layers, got 62"):
+    with pytest.raises(ContractError, match=r"^first_k_dense_replace must be at most 61 layers, got 62"):
         model_of_json(FILES["v3.2"] | {"first_k_dense_replace": 62})
 
 
@@ -62,8 +62,10 @@ def test_sizes_are_those_of_the_released_models() -> None:
         attention = sum(k.count * (k.query_whole + k.query_heads + k.key_side + k.output) for k in model.kinds)
         experts = model.experts
         layers = model.num_layers - experts.dense_layers
-        mlp = 3 * model.hidden * (
-            layers * (experts.routed + experts.shared) * experts.width + experts.dense_layers * experts.dense_width
+        mlp = (
+            3
+            * model.hidden
+            * (layers * (experts.routed + experts.shared) * experts.width + experts.dense_layers * experts.dense_width)
         )
         totals[name] = (attention + mlp + 2 * model.vocab * model.hidden) / 1e9
     assert totals["v4-flash"] == pytest.approx(284, rel=0.02)
@@ -83,8 +85,10 @@ def memory(name: str, tokens: int, scheme: Scheme = WHOLE) -> Any:
 
 @pytest.mark.parametrize(
     "name, tokens, gigabytes",
-    [("v4-flash", 1 << 17, 0.82), ("v4-flash", 1 << 19, 3.3), ("v4-flash", 1 << 20, 6.5)]
-    + [("v4-pro", 1 << 17, 1.2), ("v4-pro", 1 << 19, 4.7), ("v4-pro", 1 << 20, 9.4)],
+    [
+        *[("v4-flash", 1 << 17, 0.82), ("v4-flash", 1 << 19, 3.3), ("v4-flash", 1 << 20, 6.5)],
+        *[("v4-pro", 1 << 17, 1.2), ("v4-pro", 1 << 19, 4.7), ("v4-pro", 1 << 20, 9.4)],
+    ],
 )
 def test_caches_are_as_large_as_was_worked_out(name: str, tokens: int, gigabytes: float) -> None:
     """bfloat16 entries and 8-bit index keys, the whole on every rank."""
@@ -106,7 +110,10 @@ def test_output_weights_are_most_of_what_attention_keeps() -> None:
     """2.9 G of 8-bit weights in Flash, 11.3 in Pro; a 16th of them where ranks gather them (an 8th of 8 groups)."""
     for name, billions, ranks in (("v4-flash", 2.9, 8), ("v4-pro", 11.3, 16)):
         whole = WHOLE._replace(cp_size=ranks)
-        kept = [memory(name, 4096, whole._replace(output_mode=mode)).weights for mode in ("replicated_weight", "gather_weight")]
+        kept = [
+            memory(name, 4096, whole._replace(output_mode=mode)).weights
+            for mode in ("replicated_weight", "gather_weight")
+        ]
         assert (kept[0] - kept[1]) / 1e9 == pytest.approx(billions * (ranks - 1) / ranks, rel=0.02)
 
 
@@ -132,10 +139,13 @@ def test_a_chip_of_a_file_is_that_of_its_figures(tmp_path: Path) -> None:
         ({"link": None}, "^chip mine: link must be a pair of a number and its source, got None"),
         ({"link": [450]}, "^chip mine: link must be a pair of a number and its source"),
         ({"link": [450, " "]}, "^chip mine: link must be a pair of a number and its source"),
-        ({"link": [-1, "a sheet"]}, "^link must be > 0"),
-        ({"link": ["fast", "a sheet"]}, "^link must be a number"),
+        ({"link": [-1, "a sheet"]}, "^link must be"),
+        ({"link": ["fast", "a sheet"]}, "^link must be"),
         ({"link_efficiency": [1.5, "a hope"]}, "^link_efficiency must be at most 1, got 1.5"),
-        ({"speed": [1, "a sheet"]}, "^chip mine: speed must be a figure of a chip, got an unknown name; one of matmul_16"),
+        (
+            {"speed": [1, "a sheet"]},
+            "^chip mine: speed must be a figure of a chip, got an unknown name; one of",
+        ),
     ],
 )
 def test_a_figure_that_cannot_be_is_refused_by_name(change: dict[str, Any], text: str) -> None:
@@ -147,9 +157,9 @@ def test_a_figure_that_cannot_be_is_refused_by_name(change: dict[str, Any], text
 def test_a_missing_figure_is_asked_for_by_name(tmp_path: Path) -> None:
     figures = {name: [getattr(chip_of("h200"), name), source] for name, source in chip_of("h200").sources}
     del figures["cache"]
-    with pytest.raises(ContractError, match="^chip mine: cache must be given, got no such key"):
+    with pytest.raises(ContractError, match=r"^chip mine: cache must be given, got no such key"):
         chip_of_json("mine", figures)
-    with pytest.raises(ContractError, match="^chip mine must be a JSON object, got list"):
+    with pytest.raises(ContractError, match=r"^chip mine must be a JSON object, got list"):
         chip_of_json("mine", [])
     with pytest.raises(ContractError, match=r"^--chip must be 910b3, .*, or a JSON file, got 'b200'; no such file"):
         chip_of("b200")
@@ -158,9 +168,9 @@ def test_a_missing_figure_is_asked_for_by_name(tmp_path: Path) -> None:
 def test_a_batch_that_cannot_be_is_refused() -> None:
     for lengths, computed, text in (
         ([], None, "^query_lens must hold at least one request, got none"),
-        ([0], None, "^query_lens must be >= 1"),
+        ([0], None, "^query_lens must be an int in"),
         ([1, 2], [3], "^computed must have 2 entries, got 1"),
-        ([5], [-1], "^computed must be >= 0"),
+        ([5], [-1], "^computed must be an int in"),
         ([2**31 - 1, 1], None, "^tokens of the batch must be"),
         ([2**30], [2**31 - 1], "^seq_lens must be"),
     ):
