@@ -148,8 +148,11 @@ ENGINES = {
 }
 GATHERED_ENTRIES = tuple(
     (split, "scattered", "gather_compressed", output_mode)
-    for split in ("contiguous", "zigzag", "round_robin_page(128)")
-    for output_mode in ("replicated_weight", "gather_weight")
+    for split, output_mode in (
+        ("contiguous", "replicated_weight"),
+        *(("zigzag", output_mode) for output_mode in OUTPUT_MODES),
+        ("round_robin_page(128)", "replicated_weight"),
+    )
 )
 
 
@@ -179,6 +182,6 @@ def named_schemes(model: Model, num_ranks: int) -> list[Scheme]:
     if num_ranks > 1:
         found += [Scheme(num_ranks, 1, *way) for way in (*ENGINES.values(), *GATHERED_ENTRIES)]
     if num_ranks > 3 and num_ranks % 2 == 0:
-        found += [Scheme(num_ranks // 2, 2, *way) for way in GATHERED_ENTRIES[2:4]]
+        found += [Scheme(num_ranks // 2, 2, *way) for way in GATHERED_ENTRIES[1:4]]
     legal = set(schemes_of(model, num_ranks)[0])
     return [scheme for scheme in found if scheme in legal]
