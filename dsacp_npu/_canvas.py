@@ -46,11 +46,9 @@ METADATA: dict[str, dict[str, None]] = {
 
 def style() -> AbstractContextManager[Any]:
     """matplotlib's settings for our pictures, until the block ends; whatever the user had set outside comes back."""
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        settings = dict(matplotlib.rcParams) | STYLE
-    settings.pop("backend", None)  # setting it would choose one
-    return matplotlib.rc_context(settings)
+    # The defaults but for the backend: whoever sets that one loads a window system.
+    defaults = {name: value for name, value in matplotlib.rcParamsDefault.items() if not name.startswith("backend")}
+    return matplotlib.rc_context(defaults | STYLE)
 
 
 class Canvas(Figure):
@@ -61,8 +59,15 @@ class Canvas(Figure):
         FigureCanvasAgg(self)
 
     def save(self, path: Path | io.BytesIO, kind: str) -> None:
+        """Write one format, the same bytes for the same drawing."""
         with style():
+            self.draw_without_rendering()
+            layout = self.get_layout_engine()
+            self.set_layout_engine("none")
+            for axes in self.axes:  # the solver's last bits differ from run to run, and an .svg names clips by them
+                axes.set_position([round(float(bound), 6) for bound in axes.get_position().bounds])
             self.savefig(path, format=kind, dpi=DPI, metadata=METADATA[kind])
+            self.set_layout_engine(layout)
 
     def _repr_png_(self) -> bytes:
         buffer = io.BytesIO()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
 
     from dsacp_npu._canvas import Canvas
 
-# CIELAB lightness 90, 80, 70, 60, 50, 40, 29, 17; warm and cool in turn.
-PALETTE = ("#f6e46d", "#62d4fc", "#e59c3b", "#0c9eba", "#c65235", "#0960a6", "#6b2d5e", "#142951")
+# CIELAB lightness 90, 80, 70, 60, 50, 40, 28, 12; warm and cool in turn.
+PALETTE = ("#f6e46d", "#62d4fc", "#e59c3b", "#0c9eba", "#c65235", "#0960a6", "#6b295d", "#14212a")
 PICKS = ((5,), (2, 5), (0, 3, 5), (0, 2, 3, 5), (0, 2, 3, 5, 7), (0, 1, 2, 4, 5, 7), (0, 1, 2, 3, 4, 5, 7), range(8))
 INK, PAPER, MUTED = "#222222", "#ffffff", "#dddddd"
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -74,10 +75,11 @@ def rank_colors(cp_size: int) -> list[str]:
     cp_size = check_int("cp_size", cp_size, 1)
     if cp_size <= len(PALETTE):
         return [PALETTE[index] for index in PICKS[cp_size - 1]]
-    known = np.array([rgb(color) for color in PALETTE])
+    # Mixed as light mixes: then every step is a step towards dark.
+    known = np.array([linear(color) for color in PALETTE])
     places = np.linspace(0, len(PALETTE) - 1, cp_size)
-    channels = [np.interp(places, np.arange(len(PALETTE)), known[:, channel]) for channel in range(3)]
-    return ["#" + "".join(f"{round(255 * value):02x}" for value in color) for color in zip(*channels, strict=True)]
+    mixed = [np.interp(places, np.arange(len(PALETTE)), known[:, channel]) for channel in range(3)]
+    return [hexadecimal(color) for color in zip(*mixed, strict=True)]
 
 
 def rgb(color: str) -> tuple[float, float, float]:
@@ -86,16 +88,27 @@ def rgb(color: str) -> tuple[float, float, float]:
     return red, green, blue
 
 
+def linear(color: str) -> tuple[float, ...]:
+    """The light in each channel of a colour: what a screen sends out."""
+    return tuple(value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in rgb(color))
+
+
+def hexadecimal(light: Sequence[float]) -> str:
+    """The way back from `linear`."""
+    channels = [12.92 * value if value <= 0.0031308 else 1.055 * value ** (1 / 2.4) - 0.055 for value in light]
+    return "#" + "".join(f"{round(255 * value):02x}" for value in channels)
+
+
 def luminance(color: str) -> float:
     """How light a colour is, from 0 to 1: what is left of it in grey."""
-    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in rgb(color)]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    red, green, blue = linear(color)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 def text_color(color: str) -> str:
     """Ink or paper, whichever reads better on this colour.
 
-    >>> text_color("#ffffff"), text_color("#142951")
+    >>> text_color("#ffffff"), text_color("#14212a")
     ('#222222', '#ffffff')
     """
     return INK if luminance(color) > 0.2 else PAPER

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from dsacp_npu._tensors import Int32, torch
 from dsacp_npu.commands.counted import Work, imbalance, mla_received_bytes, mla_work_of_ranks, work_of_ranks
-from dsacp_npu.commands.parity_trace import DrawnStep, Request, Share, requests_of
+from dsacp_npu.commands.parity_trace import DrawnStep, full_steps, requests_of
 from dsacp_ref.config import v4_flash
 from dsacp_ref.mla_config import v32
 
@@ -147,26 +147,6 @@ def batch_of(step: DrawnStep) -> Batch:
     """The lengths of a step as tensors."""
     query_start_loc, seq_lens = step.arrays()
     return torch.from_numpy(query_start_loc), torch.from_numpy(seq_lens)
-
-
-def full_steps(requests: Sequence[Request], budget: int) -> list[DrawnStep]:
-    """All prompts but their cached parts, in order of arrival, cut where a step is full; the last one may not be.
-
-    What does not fit goes on in the next step, behind what was computed before.
-    """
-    steps: list[DrawnStep] = []
-    shares: list[Share] = []
-    room = budget
-    for index, request in enumerate(requests):
-        computed = request.cached
-        while computed < request.prompt:
-            new = min(request.prompt - computed, room)
-            shares.append(Share(index, computed, new))
-            computed, room = computed + new, room - new
-            if room == 0:
-                steps.append(DrawnStep(f"full{len(steps)}", tuple(shares)))
-                shares, room = [], budget
-    return [*steps, DrawnStep(f"full{len(steps)}", tuple(shares))] if shares else steps
 
 
 def drawn_evenly(steps: Sequence[DrawnStep], most: int) -> Sequence[DrawnStep]:

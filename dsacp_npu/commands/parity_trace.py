@@ -145,6 +145,26 @@ def json_requests(path: str, lines: list[tuple[int, str]]) -> list[Request]:
     return requests
 
 
+def full_steps(requests: Sequence[Request], budget: int) -> list[DrawnStep]:
+    """All prompts but their cached parts, in order of arrival, cut where a step is full; the last one may not be.
+
+    What does not fit goes on in the next step, behind what was computed before.
+    """
+    steps: list[DrawnStep] = []
+    shares: list[Share] = []
+    room = budget
+    for index, request in enumerate(requests):
+        computed = request.cached
+        while computed < request.prompt:
+            new = min(request.prompt - computed, room)
+            shares.append(Share(index, computed, new))
+            computed, room = computed + new, room - new
+            if room == 0:
+                steps.append(DrawnStep(f"full{len(steps)}", tuple(shares)))
+                shares, room = [], budget
+    return [*steps, DrawnStep(f"full{len(steps)}", tuple(shares))] if shares else steps
+
+
 # --- the servers ---
 
 SERVERS = ("mixed", "prefill")
