@@ -11,7 +11,7 @@ import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-DPI = 160
+DPI, NOTEBOOK_DPI = 160, 110
 STYLE = {
     "axes.edgecolor": "#444444",
     "axes.labelcolor": "#222222",
@@ -58,7 +58,7 @@ class Canvas(Figure):
         super().__init__(figsize=(width, height), layout="constrained", facecolor="white")
         FigureCanvasAgg(self)
 
-    def save(self, path: Path | io.BytesIO, kind: str) -> None:
+    def save(self, path: Path | io.BytesIO, kind: str, dpi: int = DPI) -> None:
         """Write one format, the same bytes for the same drawing."""
         with style():
             self.draw_without_rendering()
@@ -66,10 +66,10 @@ class Canvas(Figure):
             self.set_layout_engine("none")
             for axes in self.axes:  # the solver's last bits differ from run to run, and an .svg names clips by them
                 axes.set_position([round(float(bound), 6) for bound in axes.get_position().bounds])
-            self.savefig(path, format=kind, dpi=DPI, metadata=METADATA[kind])
+            self.savefig(path, format=kind, dpi=dpi, metadata=METADATA[kind])
             self.set_layout_engine(layout)
 
     def _repr_png_(self) -> bytes:
         buffer = io.BytesIO()
-        self.save(buffer, "png")
+        self.save(buffer, "png", NOTEBOOK_DPI)
         return buffer.getvalue()

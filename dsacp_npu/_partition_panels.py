@@ -119,10 +119,12 @@ def draw_pads(axes: Axes, rows: PictureRows, width: float, *, named: bool) -> No
     from matplotlib.patches import Rectangle
 
     blank = rows.last_keys < 0
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], blank, [False]]).astype(np.int8)))
-    if len(edges) > 2 * MOST_BOXES:
+    kind = np.where(blank, rows.request_indices, -2)
+    bounds = np.concatenate([[0], np.flatnonzero(np.diff(kind)) + 1, [len(kind)]])
+    runs = [(first, end) for first, end in pairwise(bounds.tolist()) if blank[first]]
+    if len(runs) > MOST_BOXES:
         return
-    for first, end in edges.reshape(-1, 2).tolist():
+    for first, end in runs:
         look = {"fill": False, "hatch": "xxx", "edgecolor": "#bbbbbb", "linewidth": 0}
         axes.add_patch(Rectangle((0, first), width, end - first, **look))
         if named and end - first >= len(blank) / MOST_NUMBERS:

@@ -58,9 +58,9 @@ CHUNK = 256  # tokens that the untouched model reads at once
 
 EXAMPLES = """\
 examples:
-  %(prog)s --prompt-file README.md
-  %(prog)s --prompt-file README.md --processes 4 --split zigzag
-  %(prog)s --prompt-file README.md --model v32 --split round_robin
+  %(prog)s --prompt-file Makefile
+  %(prog)s --prompt-file Makefile --processes 4 --split zigzag
+  %(prog)s --prompt-file Makefile --model v32 --split round_robin
 """
 
 
