@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-test: setup ## everything that needs no device: laws, oracles, transformers, doctests (minutes on 2 cores)
+test: setup ## everything that needs no device: laws, oracles, transformers, notebooks, doctests (minutes on 2 cores)
 	$(PYTEST)
 
 test-fast: setup ## the same with few examples and without the slow ones (under a minute)

@@ -8,7 +8,7 @@ from collections.abc import Container, Sequence
 from importlib import import_module
 
 import dsacp_ref
-from dsacp_ref._arguments import Parser
+from dsacp_ref._arguments import Parser, told
 from dsacp_ref.spec import ContractError, UnsupportedError
 
 # A command is a module dsacp_npu.commands.<name> with add_arguments(parser) and run(args) -> exit code; - is _ there.
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # The reader has seen enough; what is still buffered must not fail again when the interpreter closes stdout.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
-        print(f"dsacp_npu {chosen}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"dsacp_npu {chosen}: error: {told(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import re
 from typing import Any, NoReturn
 
@@ -19,6 +20,16 @@ class Parser(argparse.ArgumentParser):
         """End with exit code 2 and one line: who speaks, what is wrong, what was probably meant, where to read on."""
         name = self.prog.removeprefix("python -m ")
         self.exit(2, f"{name}: error: {message}{fix(message, self.format_usage())}; see {self.prog} --help\n")
+
+
+def told(error: Exception) -> str:
+    """What a call that cannot work ends with, in one line; a file that cannot be opened is told in words."""
+    text = str(error)
+    if isinstance(error, FileNotFoundError) and error.filename is not None:
+        text = f"no file or folder {error.filename}, seen from {os.getcwd()}; check the path"
+    elif isinstance(error, IsADirectoryError):
+        text = f"{error.filename} must be a file, got a folder"
+    return " ".join(text.split())
 
 
 def fix(message: str, usage: str) -> str:

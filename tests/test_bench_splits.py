@@ -361,7 +361,7 @@ def test_without_a_trace_only_long_requests_are_counted(
     "words, wrong",
     [
         ("--only core --trace nothing.csv", "--trace must be given with section splits, got sections core"),
-        ("--only splits --trace nothing.csv", "No such file or directory: 'nothing.csv'"),
+        ("--only splits --trace nothing.csv", "no file or folder nothing.csv"),
         ("--only splits --device cuda", "--only with --device cuda must be one of"),
         ("--device cuda --trace nothing.csv", "--trace must be given with section splits, got sections attention"),
     ],

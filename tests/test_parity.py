@@ -383,7 +383,7 @@ def test_one_device_that_breaks_down_is_a_finding(
     "words, message",
     [
         (["--batches", "3"], "--batches must come with --trace"),
-        (["--trace", "no/such/file"], "No such file"),
+        (["--trace", "no/such/file"], "no file or folder no/such/file"),
         (["--seed", "-1"], "--seed must be an int >= 0"),
         (["--jobs", "0"], "--jobs must be an int >= 1"),
         (["--full", "--trace", __file__], "--full must not come with --trace"),

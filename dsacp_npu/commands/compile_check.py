@@ -24,6 +24,8 @@ if TYPE_CHECKING:  # it needs torch, which --help does without
     from dsacp_npu.ascend import CompileReport
 
 DEFAULT_TARGETS = ("Ascend910B3", "Ascend910_9391", "Ascend950PR_9579")
+HINT = "an A2 is Ascend910B3, an A3 Ascend910_9391, an A5 Ascend950PR_9579"
+INSTALL = "make ascend in a checkout, or pip install 'dsacp[ascend]' in an environment of its own"
 SPACES = ("ub", "l1", "l0c")
 COLUMNS = ("kernel", "tile", "target", "result", "UB", "L1", "L0C", "retries", "findings", "s")
 EXAMPLES = """\
@@ -67,12 +69,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compile, and print."""
-    from dsacp_npu.ascend import TARGETS, compile_check
-    from dsacp_npu.ascend.toolchain import triton_ascend
+    try:
+        from dsacp_npu.ascend import TARGETS, compile_check
+        from dsacp_npu.ascend.toolchain import triton_ascend
+    except ImportError as error:  # without torch; what else is missing should not be found out one by one
+        raise ImportError(f"compile-check needs torch and triton-ascend ({error.__cause__}); {INSTALL}") from error
 
     targets = args.target or DEFAULT_TARGETS
     for target in targets:
-        check_choice("target", target, tuple(TARGETS))
+        check_choice("--target", target, tuple(TARGETS), HINT)
     triton_ascend()  # before kernels are imported, which need it too but cannot say as well what to do
     jobs = own_jobs(args, targets) if args.own else project_jobs(args.kernel, targets)
     reports = [

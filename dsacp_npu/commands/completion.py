@@ -9,8 +9,10 @@ from dsacp_ref.config import SPLITS
 from dsacp_ref.extents import EMPTY_EXTENTS
 
 SHELLS = ("bash", "zsh")
-# Words behind options that take more than these, so that they are no choices: by the option's metavar.
-WORDS = {"RULE": SPLITS, "WORD": EMPTY_EXTENTS}
+# What an option can be completed with that takes more than these words, so that they are no choices; and what stands
+# for a file in a help.
+WORDS = {"split": SPLITS, "empty_extent": EMPTY_EXTENTS}
+FILES = ("FILE", "DUMP")
 
 EXAMPLES = """\
 examples:
@@ -46,10 +48,10 @@ def script(shell: str) -> str:
     top = parser(COMMANDS)
     top.prog = "dsacp"
     for action in actions_of(top):
-        if action.metavar == "FILE":
+        if action.metavar in FILES:
             action.complete = shtab.FILE  # type: ignore[attr-defined]
-        elif action.choices is None and isinstance(action.metavar, str) and action.metavar in WORDS:
-            action.choices = WORDS[action.metavar]
+        elif action.choices is None and action.dest in WORDS:
+            action.choices = WORDS[action.dest]
     found: str = shtab.complete(top, shell)
     return found
 

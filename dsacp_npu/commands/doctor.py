@@ -1,6 +1,6 @@
 """`doctor`: what is installed, which devices there are, and which backend and operator is usable here; if not, why.
 
-Everything is looked up now, nothing is guessed: an operator counts as found when torch has it. Only tables need rich.
+Everything is looked up now, nothing is guessed: an operator counts as found when torch has it. It needs no package.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PACKAGES = {
     "triton-ascend": "the triton backend on an NPU, in its interpreter, and compile-check (make ascend)",
     "ascendnpu-ir": "compile-check: the Ascend compiler",
     "transformers": "parity's comparison with a model that others wrote",
-    "rich": "the tables of parity and doctor",
+    "rich": "the tables of parity; elsewhere it makes them nicer",
 }
 
 EXAMPLES = """\
@@ -196,22 +196,6 @@ def operator_words(operators: list[dict[str, Any]]) -> list[str]:
 
 def show(found: dict[str, Any]) -> None:
     """The same as tables."""
-    try:
-        from rich.box import SIMPLE_HEAD
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError as error:
-        raise ImportError("doctor prints its tables with rich; pip install rich, or use --json") from error
-    console = Console(highlight=False, markup=False)
-
-    def table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-        shown = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-        for i, column in enumerate(columns):
-            shown.add_column(column, overflow="fold", no_wrap=i == 0)  # a name in two lines cannot be copied
-        for row in rows:
-            shown.add_row(*row)
-        console.print(shown)
-
     yes = {True: "yes", False: "no"}
     table(
         "versions",
@@ -233,6 +217,25 @@ def show(found: dict[str, Any]) -> None:
         ("operator", "found in", "needed by"),
         [(row["name"], place(row), ", ".join(row["functions"])) for row in found["operators"]],
     )
+
+
+def table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    """One table: by rich where it is installed, else in plain columns, because here nothing that is missing stops."""
+    try:
+        from rich.box import SIMPLE_HEAD
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (columns, *rows)]
+        print("\n".join([title, "", *lines, ""]))
+        return
+    shown = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for i, column in enumerate(columns):
+        shown.add_column(column, overflow="fold", no_wrap=i == 0)  # a name in two lines cannot be copied
+    for row in rows:
+        shown.add_row(*row)
+    Console(highlight=False, markup=False).print(shown)
 
 
 def place(row: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from dsacp_npu.commands.progress import waiting
 from dsacp_npu.distributed import Ranks
 from dsacp_npu.integrations.transformers import enable
 from dsacp_npu.parallel import parallel_of
-from dsacp_ref._arguments import Parser
+from dsacp_ref._arguments import Parser, told
 from dsacp_ref.config import SPLITS, AttentionConfig, ParallelConfig, v4_flash
 from dsacp_ref.mla_config import MLAConfig, v32
 from dsacp_ref.spec import ContractError, UnsupportedError, check_int, contract_error
@@ -58,9 +58,9 @@ CHUNK = 256  # tokens that the untouched model reads at once
 
 EXAMPLES = """\
 examples:
-  %(prog)s --prompt-file README.md
-  %(prog)s --prompt-file README.md --processes 4 --split zigzag
-  %(prog)s --prompt-file README.md --model v32 --split round_robin
+  %(prog)s --prompt-file Makefile
+  %(prog)s --prompt-file Makefile --processes 4 --split zigzag
+  %(prog)s --prompt-file Makefile --model v32 --split round_robin
 """
 
 
@@ -171,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = on_ranks(size, rank_report, args.model, text, options)
         show(found, f"{len(text)} tokens, {demo.num_layers} layers")
     except (ContractError, UnsupportedError, ImportError, OSError) as error:
-        print(f"dsacp_npu.integrations.transformers: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"dsacp_npu.integrations.transformers: error: {told(error)}", file=sys.stderr)
         return 2
     return 0
 

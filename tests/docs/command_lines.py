@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import shlex
 
@@ -20,7 +22,7 @@ def examples_of(help_text: str) -> list[str]:
 
 def parse(line: str) -> None:
     """Read a command line as the program would; SystemExit, with what it says on stderr, where that fails."""
-    line = line.replace(".venv-ascend/bin/", "").replace(".venv/bin/", "").partition(" > ")[0]
+    line = bare(line)
     program = next(name for name in PROGRAMS if line == name or line.startswith(name + " "))
     words = shlex.split(line.removeprefix(program))
     if program.endswith("transformers"):
@@ -31,3 +33,24 @@ def parse(line: str) -> None:
         reference.parser().parse_args(words)
     else:
         parser(COMMANDS).parse_args(words)
+
+
+def parse_mention(line: str) -> None:
+    """The same of a command that a text names without all that it needs: its options are known at least."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            parse(line)
+    except SystemExit:
+        lack = "the following arguments are required|argument --\\S+: expected"
+        missing = re.match(rf"(\S+) ?(\S*): error: ({lack})", said.getvalue())
+        assert missing is not None, f"{line}: {said.getvalue()}"
+        with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
+            parse(f"python -m {missing[1]} {missing[2]} --help")
+        unknown = set(re.findall(r"(?<!\S)--[\w-]+", line)) - set(re.findall(r"--[\w-]+", shown.getvalue()))
+        assert not unknown, f"{line}: {unknown}"
+
+
+def bare(line: str) -> str:
+    """Without the environment's folder, and without the file that it goes to."""
+    return line.replace(".venv-ascend/bin/", "").replace(".venv/bin/", "").partition(" > ")[0]

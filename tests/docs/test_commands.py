@@ -126,15 +126,53 @@ def test_what_was_probably_meant_is_named(words: str, due: str, capsys: pytest.C
     assert err.count("\n") == 1
 
 
-# What a command needs beside numpy, and what it says without; `doctor --json` is one that needs nothing.
+@pytest.mark.parametrize(
+    "words, due",
+    [
+        ("parity --trace nowhere.csv", "no file or folder nowhere.csv, seen from FOLDER; check the path"),
+        ("parity --trace .", ". must be a file, got a folder"),
+        ("bench --only splits --trace nowhere.csv", "no file or folder nowhere.csv"),
+        ("parity --trace empty.csv", "--trace must hold requests, got an empty file"),
+        ("explain --query-lens 3 --cp-size 2 --plot picture.jpeg", "--plot must end in .png, .svg or .pdf"),
+        ("explain --query-lens 3 --cp-size 2 --plot nowhere/a.png", "no file or folder nowhere/a.png"),
+        ("explain --query-lens 3 --cp-size 2 --split zigzagg", "split must be one of 'contiguous'"),
+        ("compile-check --target A3", "an A3 Ascend910_9391"),
+        ("parity --batches 3", "--batches must come with --trace, got 3"),
+    ],
+)
+def test_what_cannot_work_is_one_line(
+    words: str, due: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty.csv").touch()
+    assert main(words.split()) == 2
+    err = capsys.readouterr().err
+    assert due.replace("FOLDER", str(tmp_path)) in err
+    assert err.startswith(f"dsacp_npu {words.split()[0]}: error: ")
+    assert err.count("\n") == 1
+
+
+def test_doctor_needs_nothing_to_say_what_is_missing() -> None:
+    code = """
+import sys
+for name in ("torch", "rich", "rich.console", "rich.table", "rich.box"):
+    sys.modules[name] = None
+from dsacp_npu.__main__ import main
+sys.exit(main(["doctor"]))
+"""
+    done = fresh(code)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search("^torch +no +torch is not installed", done.stdout, re.MULTILINE)
+
+
+# What a command needs beside numpy, and what it says without.
 WITHOUT = [
     ("parity --short", "rich.console", "pip install rich"),
     ("parity --short --backend torch", "torch", "pip install 'dsacp[torch]'"),
-    ("doctor", "rich.console", "pip install rich, or use --json"),
     ("mirror", "torch", "pip install 'dsacp[torch]'"),
     ("bench --only torch-layer --tokens 128", "torch", "pip install 'dsacp[torch]'"),
     ("bench --device cuda", "torch", "pip install 'dsacp[torch]'"),
-    ("compile-check", "torch", "pip install 'dsacp[torch]'"),
+    ("compile-check", "torch", "make ascend"),
     ("completion bash", "shtab", "pip install shtab"),
 ]
 

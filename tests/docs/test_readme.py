@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import doctest
+import inspect
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -24,12 +26,25 @@ def test_python_snippets_run() -> None:
     assert results.failed == 0
 
 
-def test_console_snippets_print_what_they_show() -> None:
-    snippets = re.findall(r"^```console\n\$ python (.*?)\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
-    assert snippets
-    for command, shown in snippets:
-        result = subprocess.run([sys.executable, *command.split()], capture_output=True, text=True, check=True)
-        assert result.stdout.rstrip() == shown.rstrip()
+def test_the_first_twelve_lines_run_and_say_true() -> None:
+    """As they are pasted, in a process that has no torch."""
+    code = re.search(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)[1]  # type: ignore[index]
+    assert len([line for line in code.splitlines() if line]) == 12
+    assert code.endswith("  # True\n")
+    alone = "import sys\nsys.modules['torch'] = None\n" + code
+    done = subprocess.run([sys.executable, "-"], input=alone, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("True\n", "")
+
+
+def test_three_hops_lead_from_an_idea_to_its_proof() -> None:
+    table = README.read_text().partition("| idea | docstring | law |")[2].partition("\n\n")[0]
+    rows = [row.split("|")[2:4] for row in table.splitlines()[2:]]
+    assert len(rows) >= 4
+    for docstring, law in rows:
+        path, name = re.findall(r"`(.*?)`", docstring)
+        function = getattr(import_module(path.removesuffix(".py").replace("/", ".")), name)
+        assert inspect.getdoc(function)
+        assert name in (ROOT / law.strip(" `")).read_text()
 
 
 def test_every_module_has_a_row() -> None:

@@ -568,7 +568,7 @@ def test_the_untouched_model_may_read_in_chunks() -> None:
 @pytest.mark.parametrize(
     "words, due",
     [
-        (["--prompt-file", "nowhere"], "No such file"),
+        (["--prompt-file", "nowhere"], "no file or folder nowhere, seen from"),
         (["--prompt-file", "EMPTY"], "--prompt-file must hold at least one byte, got an empty file"),
         (["--prompt-file", "ONE", "--processes", "9"], "--processes must be an int in [1, 8], got 9"),
         (["--prompt-file", "ONE", "--split", "odd"], "prefill_cp_mode: split must be one of"),
