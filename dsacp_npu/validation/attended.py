@@ -67,6 +67,7 @@ class Definition:
         self.ratio = view.setting("compress_ratio")
         self.lists = Lists(self.window(), self.entries())
         self.out, self.lse = self.attention(self.lists)
+        self.largest = [0.0, 0.0]  # number that out, and lse, are sums of; known after `plain`
 
     def window(self, positions: Int32 | None = None, size: int | None = None) -> Int32:
         """The raw positions of the window of each query."""
@@ -139,6 +140,7 @@ class Definition:
     def in_dtype(self, dtype: str, *, backwards: bool) -> tuple[Array, Array]:
         """One textbook computation: every product, exponential and quotient rounded to the dtype."""
         kind = "float32" if dtype in ("bfloat16", "float16") else dtype
+        self.largest = [0.0, 0.0]
         out, lse = np.zeros_like(self.q), np.full(self.q.shape[:2], -np.inf)
         sink = self.sink.astype(kind)[:, None]
         for query in range(len(self.q)):
@@ -148,6 +150,8 @@ class Definition:
                 continue
             values = rows[own[::-1] if backwards else own].astype(kind)
             logits = rounded((self.q[query].astype(kind) @ values.T) * np.asarray(self.scale, kind), dtype).astype(kind)
+            for i, numbers in enumerate((values, logits)):
+                self.largest[i] = max(self.largest[i], float(np.nan_to_num(np.abs(numbers)).max()))
             largest = logits.max(axis=1, keepdims=True)
             highest = np.maximum(largest, sink)
             weights = rounded(np.exp(logits - highest), dtype).astype(kind)
@@ -177,7 +181,9 @@ def part_finding(
         size = int(due.size)
         shapes = f"shape {list(due.shape)}", f"shape {list(got.shape)}"
         return Finding(check.name, name, view.cp_rank, None, None, (), *shapes, size, size, ())
-    return float_finding(view, check, got, due, budget_of(due, [parts[name == "lse"] for parts in plains], dtype))
+    part = name == "lse"
+    budget = budget_of(due, [parts[part] for parts in plains], dtype, definition.largest[part])
+    return float_finding(view, check, got, due, budget)
 
 
 def float_finding(view: View, check: Check, got: Array, due: Array, budget: Budget) -> Finding | None:

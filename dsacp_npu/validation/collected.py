@@ -124,7 +124,8 @@ def collected_finding(view: View) -> Finding | None:
     dtype = view.settings.get("dtype", view.tensors["output"].dtype)
     plains = [plain[: len(due)] for plain in sources.plains(dtype, len(got), whole=whole)]
     plains = [plain if plain.shape == due.shape else due for plain in plains]
-    budget = budget_of(due, plains, dtype)
+    largest = max((float(np.nan_to_num(np.abs(part)).max(initial=0)) for part in sources.parts), default=0.0)
+    budget = budget_of(due, plains, dtype, largest if sources.summed else 0.0)
     got, due = (np.where(real[:, None], rows, 0) for rows in (got, due))
     return float_finding(view, check, got, due, budget)
 

@@ -21,7 +21,20 @@ from dsacp_ref.extents import LocalExtents, local_extents, token_positions, toke
 from dsacp_ref.partition import Int32, Partition, local_token_indices, partition_tokens
 from dsacp_ref.spec import ContractError
 
-__all__ = ["Cause", "Check", "Fault", "Finding", "Place", "Skipped", "View", "exact_finding", "explained", "finding_at"]
+__all__ = [
+    "Cause",
+    "Check",
+    "Fault",
+    "Finding",
+    "Place",
+    "Skipped",
+    "View",
+    "exact_finding",
+    "explained",
+    "finding_at",
+    "fits",
+    "same",
+]
 
 Array = NDArray[Any]
 MOST_RANKS = 64  # of other ranks, and other sizes, that a layout is compared with

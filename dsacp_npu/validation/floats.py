@@ -12,6 +12,7 @@ __all__ = ["Budget", "apart", "budget_of", "rounded", "scoring_noise", "ulp"]
 
 Array = NDArray[Any]
 MANTISSA_BITS = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}
+DOUBLE = 1e-12
 
 
 def rounded(values: Array, dtype: str) -> Array:
@@ -38,18 +39,22 @@ class Budget(NamedTuple):
     norm: float
 
 
-def budget_of(exact: Array, plains: list[Array], dtype: str) -> Budget:
+def budget_of(exact: Array, plains: list[Array], dtype: str, scale: float = 0.0) -> Budget:
     """Twice the worst plain error, plus two ulps of the largest number, and of the norm.
 
     Args:
         exact: float64, what is right.
         plains: the plain computation in the dtype, in several orders: one may be right by luck.
         dtype: str, what the tensor was computed in.
+        scale: the largest number that was added up on the way: sums that cancel are no more exact than that.
     """
     finite = np.isfinite(exact)
     errors = [np.where(finite, plain - np.where(finite, exact, 0), 0) for plain in plains]
     target = np.where(finite, exact, 0)
-    scale, norm = float(np.abs(target).max(initial=0)), float(np.linalg.norm(target))
+    scale = max(float(np.abs(target).max(initial=0)), scale)
+    norm = max(float(np.linalg.norm(target)), scale)
+    if dtype == "float64":  # what is right is no more exact than that itself
+        return Budget(DOUBLE * scale, DOUBLE * norm)
     return Budget(
         2 * max(float(np.abs(error).max(initial=0)) for error in errors) + 2 * ulp(scale, dtype),
         2 * max(float(np.linalg.norm(error)) for error in errors) + 2 * ulp(norm, dtype),

@@ -145,7 +145,9 @@ def differing_rows(mine: Int32, theirs: Int32, scores: Scores | None) -> Array:
 def swapped(mine: Int32, theirs: Int32, row: int, scores: Scores | None) -> bool:
     """Whether two choices differ by entries of scores that cannot be told apart."""
     got, due = mine[mine >= 0].tolist(), theirs[theirs >= 0].tolist()
-    if scores is None or len(got) != len(due) or len(set(got)) != len(got) or max(got, default=0) >= scores.longest:
+    if scores is None or len(got) != len(due) or len(set(got)) != len(got):
+        return False
+    if max(got + due, default=0) >= scores.longest:
         return False
     gained, lost = list(set(got) - set(due)), list(set(due) - set(got))
     a, b = (np.nan_to_num(scores.exact[row, entries], nan=-np.inf) for entries in (gained, lost))

@@ -11,14 +11,19 @@ import numpy as np
 import torch
 
 from dsacp_npu import record
+from dsacp_npu._geometry import with_tensors
+from dsacp_npu._layer_parts import copied as copied_cache
+from dsacp_npu._layer_records import LayerCache
 from dsacp_npu.layer import layer_over_ranks
 from dsacp_npu.validation.reading import Dump, read_dump
 from dsacp_npu.validation.report import Report, examined
 from dsacp_ref.config import AttentionConfig
+from dsacp_ref.partition import partition_tokens
 from tests.layer_strategies import CSA, SMALL, Cut, Kind, World, weights_of, world_of
 from tests.mirror.common import to_torch
 
 # Small, with heads for up to 8 ranks.
+TWO_RANKS = Cut(2)
 MANY_HEADS = replace(SMALL, num_heads=8, o_groups=8)
 
 
@@ -26,7 +31,7 @@ def recorded(
     lengths: Sequence[int] = (37, 11, 22),
     computed: Sequence[int] = (5, 0, 8),
     *,
-    cut: Cut = Cut(2),
+    cut: Cut = TWO_RANKS,
     kind: Kind = CSA,
     config: AttentionConfig = MANY_HEADS,
     seed: int = 0,
@@ -59,31 +64,33 @@ def run(world: World, cut: Cut, x: np.ndarray, batch: Any, caches: Any) -> Any:
 
 def inputs_of(x: np.ndarray, cut: Cut, batch: Any) -> list[torch.Tensor]:
     """What each rank is handed; NaN where nobody may look."""
-    from dsacp_ref.partition import partition_tokens
-
     padded = np.concatenate([x, np.full((cut.padding + 1, x.shape[1]), np.nan, x.dtype)])
     if cut.rows == "full":
         return [torch.tensor(padded[:-1])] * cut.cp_size
     count = len(x) + cut.padding if cut.padding else None
-    partition = partition_tokens(
-        batch.query_start_loc.numpy(), cut.cp_size, split=cut.split, num_input_tokens=count
-    )
+    partition = partition_tokens(batch.query_start_loc.numpy(), cut.cp_size, split=cut.split, num_input_tokens=count)
     return [torch.tensor(padded[tokens]) for tokens in partition.token_indices]
 
 
 def cast(value: Any, dtype: str) -> Any:
-    """Floats of a nest in another dtype, but for compressor states, which stay wide."""
-    from dsacp_npu._geometry import with_tensors
-
+    """Floats of a nest in another dtype; compressor states are float32 below that."""
     kind = getattr(torch, dtype)
-    return with_tensors(value, lambda tensor: tensor.to(kind) if tensor.is_floating_point() else tensor)
+
+    def with_kind(part: Any, to: torch.dtype) -> Any:
+        return with_tensors(part, lambda tensor: tensor.to(to) if tensor.is_floating_point() else tensor)
+
+    found = with_kind(value, kind)
+    if isinstance(value, list) and isinstance(value[0], LayerCache):
+        states = [[with_kind(part, torch.float32) for part in (each.cmp_state, each.index_state)] for each in value]
+        found = [
+            each._replace(cmp_state=cmp, index_state=index) for each, (cmp, index) in zip(found, states, strict=True)
+        ]
+    return found
 
 
 def copied(caches: Sequence[Any]) -> list[Any]:
     """Caches to write into."""
-    from dsacp_npu._layer_parts import copied as copy
-
-    return [copy(cache) for cache in caches]
+    return [copied_cache(cache) for cache in caches]
 
 
 def written(folder: Path, dumps: Sequence[Mapping[str, Any]], suffix: str = ".npz") -> list[Path]:
