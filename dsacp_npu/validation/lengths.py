@@ -94,8 +94,8 @@ def whole_lengths(view: View, got: Array) -> Array:
 
 
 def where_queried(values: NDArray[Any], view: View) -> NDArray[Any]:
-    """Values of rows with queries, 0 in others."""
-    return np.where(row_lengths(view) > 0, values, 0)
+    """Values of rows with queries; what is right in others."""
+    return np.where(row_lengths(view) > 0, values, view.extents.seqused_kv)
 
 
 def extents_of_last_piece(view: View, got: Array) -> Array:
