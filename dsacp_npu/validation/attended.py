@@ -186,17 +186,24 @@ def part_finding(
     return float_finding(view, check, got, due, budget)
 
 
-def float_finding(view: View, check: Check, got: Array, due: Array, budget: Budget) -> Finding | None:
-    """Where floats first differ by more than the budget, with causes."""
-    wrong = apart(got, due, budget)
+def float_finding(
+    view: View, check: Check, got: Array, due: Array, budget: Budget, rows: Array | None = None
+) -> Finding | None:
+    """Where floats first differ by more than the budget, with causes. ``rows`` says which of them count."""
+
+    def differing(made: Array, other: Array) -> Array:
+        wrong = apart(made, other, budget)
+        return wrong if rows is None else wrong & rows.reshape(-1, *(1,) * (wrong.ndim - 1))
+
+    wrong = differing(got, due)
     if not wrong.any():
         return None
     causes = explained(
         view,
         check,
         got,
-        lambda made: made.shape == got.shape and not apart(got, made, budget).any(),
-        lambda made: made.shape == due.shape and not apart(made, due, budget).any(),
+        lambda made: made.shape == got.shape and not differing(got, made).any(),
+        lambda made: made.shape == due.shape and not differing(made, due).any(),
     )
     return finding_at(view, check, wrong, due, got, causes, int(due.size))
 

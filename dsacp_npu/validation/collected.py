@@ -126,8 +126,7 @@ def collected_finding(view: View) -> Finding | None:
     plains = [plain if plain.shape == due.shape else due for plain in plains]
     largest = max((float(np.nan_to_num(np.abs(part)).max(initial=0)) for part in sources.parts), default=0.0)
     budget = budget_of(due, plains, dtype, largest if sources.summed else 0.0)
-    got, due = (np.where(real[:, None], rows, 0) for rows in (got, due))
-    return float_finding(view, check, got, due, budget)
+    return float_finding(view, check, got, due, budget, real)
 
 
 def is_whole(view: View, got: Array) -> bool:

@@ -388,7 +388,7 @@ def explained(view: View, check: Check, got: Array, equal: Test, right: Test) ->
     for kind, detail, other in other_layouts(view):
         if fits(lambda v=other: check.expected(v), equal, right):
             details.setdefault(kind, []).append(detail)
-    return tuple(cause(kind, ", ".join(words)) for kind, words in details.items())
+    return tuple(cause(kind, ", ".join(dict.fromkeys(words))) for kind, words in details.items())
 
 
 def fits(made: Callable[[], Array | None], equal: Test, right: Test) -> bool:
@@ -408,7 +408,9 @@ def cause(kind: str, detail: str = "") -> Cause:
 def other_layouts(view: View) -> Iterator[tuple[str, str, View]]:
     """The same step cut in other ways, or seen from another rank."""
     sizes = {view.cp_size * 2, view.cp_size // 2, 2, 4, 8} - {0, 1, view.cp_size}
-    yield "not_split", "one rank has all tokens", view.seen_as(cp_size=1, cp_rank=0, split="contiguous_request")
+    for padded in dict.fromkeys((None, view.num_input_tokens)):
+        whole = view.seen_as(cp_size=1, cp_rank=0, split="contiguous", num_input_tokens=padded)
+        yield "not_split", "one rank has all tokens", whole
     if view.num_input_tokens is not None:
         yield "graph_padding_ignored", "", view.seen_as(num_input_tokens=None)
     for split in other_splits(view):

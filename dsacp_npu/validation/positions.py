@@ -165,26 +165,26 @@ def rope_finding(view: View, rope: RopeCheck) -> tuple[Finding | None, str]:
     check = as_check(rope, rope.needs)
     due = table(where, freqs)
     width = 2 * len(freqs)
-    if cos.shape != sin.shape or cos.shape[1] not in (len(freqs), width) or len(cos) < len(due):
-        got = np.zeros((len(cos), 2, cos.shape[1]))
-        causes = explained(view, check, got, lambda made: made.shape == got.shape, lambda made: False)
-        size = int(due.size)
-        shapes = f"shape {[len(due), len(freqs)]}", f"shapes {list(cos.shape)} and {list(sin.shape)}"
-        return Finding(rope.name, rope.tensors[0], view.cp_rank, None, None, (), *shapes, size, size, causes), ""
-    whole = np.stack([cos, sin], axis=1)
-    real = where >= 0
-    wide = whole.shape[2] == width
+    whole = np.stack([cos, sin], axis=1) if cos.shape == sin.shape else np.zeros((0, 2, 0))
+    real, wide = where >= 0, whole.shape[2] == width
 
     def columns(values: Array) -> Array:
         return np.repeat(values, 2, axis=2) if wide and values.shape[2] == len(freqs) else values
 
-    def close(values: Array, slack: float | Array = STRICT) -> bool:
+    def close(values: Array) -> bool:
         values = columns(values)
-        if values.shape[1:] != whole.shape[1:] or len(values) > len(whole):
+        fits = len(values) == len(whole) if rope.local else len(values) <= len(whole)
+        if values.shape[1:] != whole.shape[1:] or not fits:
             return False
         rows = np.flatnonzero(real) if len(values) == len(due) else np.arange(len(values))
-        return bool((np.abs(whole[rows] - values[rows]) <= slack).all()) if len(rows) else True
+        return bool((np.abs(whole[rows] - values[rows]) <= STRICT).all())
 
+    long_enough = len(whole) == len(due) if rope.local else len(whole) >= len(due)
+    if whole.shape[2] not in (len(freqs), width) or not long_enough:
+        causes = explained(view, check, whole, close, lambda made: False)
+        shapes = f"shape {[len(due), len(freqs)]}", f"shapes {list(cos.shape)} and {list(sin.shape)}"
+        size = int(due.size)
+        return Finding(rope.name, rope.tensors[0], view.cp_rank, None, None, (), *shapes, size, size, causes), ""
     if close(due):
         return None, ""
     angles = np.abs(where[:, None] * np.array(freqs, np.float64))[:, None]
@@ -234,10 +234,13 @@ def rope_faults(rope: RopeCheck) -> tuple[Fault, ...]:
 
         return made
 
-    def by(entries: bool | None, yarn: bool) -> Callable[[View, Array], Array]:
-        def made(view: View, got: Array) -> Array:
-            compressed = view.setting("compress_ratio") > 1 if entries is None else entries
-            return table(rope.where(view), frequencies(view, entries=compressed, yarn=yarn))
+    def by(*, compressed: bool, entries: bool, yarn: bool) -> Callable[[View, Array], Array | None]:
+        """Of a layer with entries, or of one without: the table of these frequencies."""
+
+        def made(view: View, got: Array) -> Array | None:
+            if compressed != (view.setting("compress_ratio") > 1):
+                return None
+            return table(rope.where(view), frequencies(view, entries=entries, yarn=yarn))
 
         return made
 
@@ -267,11 +270,12 @@ def rope_faults(rope: RopeCheck) -> tuple[Fault, ...]:
     )
     return (
         Fault("table_in_16_bit", in_16_bit),
-        Fault("plain_frequencies", by(None, False)),
-        Fault("yarn_frequencies", by(True, True)),
-        Fault("other_theta", by(False, False)),
-        Fault("other_theta", by(False, True)),
-        Fault("other_theta", by(True, False)),
+        Fault("plain_frequencies", by(compressed=True, entries=True, yarn=False)),
+        Fault("yarn_frequencies", by(compressed=False, entries=True, yarn=True)),
+        Fault("yarn_frequencies", by(compressed=False, entries=False, yarn=True)),
+        Fault("other_theta", by(compressed=True, entries=False, yarn=False)),
+        Fault("other_theta", by(compressed=True, entries=False, yarn=True)),
+        Fault("other_theta", by(compressed=False, entries=True, yarn=False)),
         Fault("half_split_table", half_split),
         Fault("sine_negated", lambda view, got: right(view) * np.array([[1], [-1]])),
         Fault("cos_and_sin_swapped", lambda view, got: right(view)[:, ::-1]),

@@ -177,7 +177,7 @@ def selection_finding(view: View) -> tuple[Finding | None, str]:
         check,
         got,
         lambda made: made.ndim == 2 and not differing_rows(got, made, scores).any(),
-        lambda made: not differing_rows(made, due, scores).any(),
+        lambda made: scores is not None and not differing_rows(made, due, scores).any(),
     )
     row = int(np.flatnonzero(wrong)[0])
     found = finding_at(view, check, wrong, due, got, causes, len(wrong), (row,))
