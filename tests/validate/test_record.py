@@ -120,7 +120,7 @@ def of_rank(ranks: Ranks, model: Model, options: dict[str, Any]) -> list[list[di
 )
 def test_two_processes(tmp_path: Path, options: dict[str, Any]) -> None:
     """Each rank's dump, put together: splits a prefill, runs decode by heads."""
-    stories = run(2, of_rank, model_of(2, LENGTHS), options)
+    stories = run(2, "tests.validate.test_record:of_rank", [(model_of(2, LENGTHS), options)] * 2)
     for dumps_of_step in zip(*stories, strict=True):
         for dumps in zip(*dumps_of_step, strict=True):
             if dumps[0]["cp_size"] == 2:
