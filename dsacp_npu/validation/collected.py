@@ -54,22 +54,20 @@ class Sources:
 
     def __init__(self, view: View) -> None:
         self.view = view
+        tokens = view.partition.token_indices
+        self.flat = np.concatenate(tokens)
+        self.starts = np.cumsum([0, *map(len, tokens)])
         self.summed = "partial_output" in view.tensors
         if self.summed:
             self.parts = shares(view, "partial_output")
-            self.rows = self.total(self.parts)
-            total = sum(len(tokens) for tokens in view.partition.token_indices)
             for part in self.parts:
-                if len(part) != total:
+                if len(part) != len(self.flat):
                     hint = "the ranks' rows end to end, each with its pad rows"
-                    raise contract_error("partial_output", f"have {total} rows", len(part), hint)
+                    raise contract_error("partial_output", f"have {len(self.flat)} rows", len(part), hint)
+            self.rows = np.sum(self.parts, axis=0)
         else:
             self.parts = gathered(view)
             self.rows = np.concatenate(self.parts)
-
-    def total(self, parts: list[Array]) -> Array:
-        """The sum of summands, in float64."""
-        return np.sum(parts, axis=0) if parts else np.zeros((0, 0))
 
     def taken(self, rows: Array, like: int, *, whole: bool) -> Array:
         """All tokens in order up to so many rows, or this rank's own."""
@@ -78,8 +76,7 @@ class Sources:
             tokens = restored_rows(rows, view.partition)
             pads = np.zeros((max(like - len(tokens), 0), rows.shape[1]))
             return np.concatenate([tokens, pads])
-        starts = np.cumsum([0, *(len(tokens) for tokens in view.partition.token_indices)])
-        return rows[starts[view.cp_rank] : starts[view.cp_rank + 1]]
+        return rows[self.starts[view.cp_rank] : self.starts[view.cp_rank + 1]]
 
     def plains(self, dtype: str, like: int, *, whole: bool) -> list[Array]:
         """The sum in the dtype, in the order of the ranks and against it."""
@@ -96,37 +93,23 @@ class Sources:
 
 def collected_finding(view: View) -> Finding | None:
     """Where a rank's output first parts from what the ranks brought."""
-    got, sources = view.got("output").astype(np.float64), Sources(view)
     if "local_output" not in view.tensors and "partial_output" not in view.tensors:
         raise Skipped("local_output or partial_output")
-    own, whole = len(view.tokens), is_whole(view, got)
+    got, sources = view.got("output").astype(np.float64), view.once("sources", Sources)
+    whole = is_whole(view, got)
+    real = np.arange(len(got)) < view.num_tokens if whole else view.tokens >= 0
     due = sources.taken(sources.rows, len(got), whole=whole)
-    if not whole and len(got) != own and len(got) == len(view.own):
-        due = due[view.tokens >= 0]
-    check = Check(
-        "collected",
-        "output",
-        TITLE,
-        NEEDS,
-        lambda other: other.got("output"),
-        place_of(whole),
-        faults(sources),
-        local=False,
-    )
+    dtype = view.settings.get("dtype", view.tensors["output"].dtype)
+    plains = sources.plains(dtype, len(got), whole=whole)
+    if not whole and len(got) == len(view.own) < len(view.tokens):
+        due, plains, real = due[real], [plain[real] for plain in plains], real[real]
     if got.shape != due.shape:
-        size = int(due.size)
-        causes = shape_causes(view, check, got)
+        size, causes = int(due.size), shape_causes(view, got)
         shapes = f"shape {list(due.shape)}", f"shape {list(got.shape)}"
         return Finding("collected", "output", view.cp_rank, None, None, (), *shapes, size, size, causes)
-    real = np.arange(len(got)) < view.num_tokens if whole else (view.tokens >= 0)[: len(got)]
-    if len(got) == len(view.own) and not whole:
-        real = np.ones(len(got), bool)
-    dtype = view.settings.get("dtype", view.tensors["output"].dtype)
-    plains = [plain[: len(due)] for plain in sources.plains(dtype, len(got), whole=whole)]
-    plains = [plain if plain.shape == due.shape else due for plain in plains]
     largest = max((float(np.nan_to_num(np.abs(part)).max(initial=0)) for part in sources.parts), default=0.0)
     budget = budget_of(due, plains, dtype, largest if sources.summed else 0.0)
-    return float_finding(view, check, got, due, budget, real)
+    return float_finding(view, CHECK, got, due, budget, real)
 
 
 def is_whole(view: View, got: Array) -> bool:
@@ -140,97 +123,103 @@ def is_whole(view: View, got: Array) -> bool:
     return not own
 
 
-def shape_causes(view: View, check: Check, got: Array) -> tuple[Cause, ...]:
+def shape_causes(view: View, got: Array) -> tuple[Cause, ...]:
     """The faults that give an output of another shape."""
     return explained(
         view,
-        check,
+        CHECK,
         got,
         lambda made: made.shape == got.shape and np.allclose(made, got, rtol=1e-2, atol=1e-6),
         lambda made: False,
     )
 
 
-def place_of(whole: bool) -> Callable[[View, tuple[int, ...]], Place]:
+def place(view: View, index: tuple[int, ...]) -> Place:
     """Of a row of all tokens, or of the rank's own."""
+    got = view.got("output")
+    if is_whole(view, got):
+        return view.place_of_token(index[0])
+    return view.place_of_row(index) if len(got) == len(view.tokens) else view.place_of_own(index)
 
-    def place(view: View, index: tuple[int, ...]) -> Place:
-        return view.place_of_token(index[0]) if whole else view.place_of_row(index)
 
-    return place
+# --- faults ---
+
+Form = Callable[["Sources", Array, bool], "Array | list[Array] | None"]
 
 
-def faults(sources: Sources) -> tuple[Fault, ...]:
-    """The known faults of putting rows together."""
-    view, rows = sources.view, sources.rows
-    partition = view.partition
-    counts = [len(tokens) for tokens in partition.token_indices]
-    flat = np.concatenate([*partition.token_indices, np.zeros(0, np.int32)])
+def made_by(form: Form) -> Callable[[View, Array], Array | list[Array] | None]:
+    """A fault from what the ranks have, what was got, and whether that holds all tokens."""
 
-    def cut(values: Array, got: Array) -> Array:
-        """As many rows as were got: what an implementation does with a buffer of tokens."""
-        if len(values) < len(got):
-            values = np.concatenate([values, np.zeros((len(got) - len(values), values.shape[1]))])
-        return values[: len(got)]
+    def made(view: View, got: Array) -> Array | list[Array] | None:
+        return form(view.once("sources", Sources), got, is_whole(view, got))
 
-    def whole(got: Array) -> bool:
-        return is_whole(view, got)
+    return made
 
-    def rank_major(view: View, got: Array) -> Array | None:
-        return cut(rows[flat >= 0], got) if whole(got) else None
 
-    def pads_kept(view: View, got: Array) -> Array | None:
-        if not whole(got) or (flat >= 0).all():
-            return None
-        return rows if len(got) == len(rows) else cut(rows, got)
+def cut(values: Array, got: Array) -> Array:
+    """As many rows as were got: what an implementation does with a buffer of tokens."""
+    missing = max(len(got) - len(values), 0)
+    return np.concatenate([values, np.zeros((missing, values.shape[1]))])[: len(got)]
 
-    def without(rank: int) -> Array:
-        if sources.summed:
-            return sources.total([part for i, part in enumerate(sources.parts) if i != rank])
-        kept = rows.copy()
-        start = sum(counts[:rank])
-        kept[start : start + counts[rank]] = 0
-        return kept
 
-    def missing(view: View, got: Array) -> Array | None:
-        for rank in range(view.cp_size):
-            made = sources.taken(without(rank), len(got), whole=whole(got))
-            if made.shape == got.shape and view.cp_size > 1 and np.allclose(made, got, rtol=1e-3, atol=1e-6):
-                return made
+def rank_major(sources: Sources, got: Array, whole: bool) -> Array | None:
+    """Rows rank after rank, without pad rows."""
+    return cut(sources.rows[sources.flat >= 0], got) if whole else None
+
+
+def pads_kept(sources: Sources, got: Array, whole: bool) -> Array | None:
+    """Rows rank after rank, with pad rows."""
+    if not whole or (sources.flat >= 0).all():
         return None
-
-    def alone(view: View, got: Array) -> Array | None:
-        """A sum that was never made: this rank's summand alone."""
-        if not sources.summed or view.cp_size < 2:
-            return None
-        return sources.taken(sources.parts[view.cp_rank], len(got), whole=whole(got))
-
-    def other_tokens(view: View, got: Array) -> Array | None:
-        """Each rank's summand of its own rows, added row by row although they are rows of different tokens."""
-        if not sources.summed or whole(got):
-            return None
-        starts = np.cumsum([0, *counts])
-        total = np.zeros_like(got)
-        for rank, part in enumerate(sources.parts):
-            own = part[starts[rank] : starts[rank + 1]]
-            if len(own) < len(total):
-                own = np.concatenate([own, np.zeros((len(total) - len(own), own.shape[1]))])
-            total += own[: len(total)]
-        return total
-
-    def backwards(view: View, got: Array) -> Array | None:
-        if sources.summed or len(set(counts)) > 1:
-            return None
-        return sources.taken(np.concatenate(sources.parts[::-1]), len(got), whole=whole(got))
-
-    return (
-        Fault("pad_rows_kept", pads_kept),
-        Fault("order_not_restored", rank_major),
-        Fault("rank_missing", missing),
-        Fault("rank_missing", alone),
-        Fault("other_tokens_summed", other_tokens),
-        Fault("ranks_in_other_order", backwards),
-    )
+    return sources.rows if len(got) == len(sources.rows) else cut(sources.rows, got)
 
 
-CHECKS = (Check("collected", "output", TITLE, NEEDS, lambda view: view.got("output"), View.place_of_row),)
+def without_a_rank(sources: Sources, got: Array, whole: bool) -> list[Array]:
+    """The output that lacks one rank's share; and a sum that was never made."""
+    forms = []
+    for rank in range(sources.view.cp_size if sources.view.cp_size > 1 else 0):
+        rows = sources.rows.copy()
+        if sources.summed:
+            rows -= sources.parts[rank]
+        else:
+            rows[sources.starts[rank] : sources.starts[rank + 1]] = 0
+        forms.append(sources.taken(rows, len(got), whole=whole))
+    if sources.summed and forms:
+        forms.append(sources.taken(sources.parts[sources.view.cp_rank], len(got), whole=whole))
+    return forms
+
+
+def other_tokens(sources: Sources, got: Array, whole: bool) -> Array | None:
+    """Each rank's summand of its own rows, added row by row although they are rows of different tokens."""
+    if not sources.summed or whole:
+        return None
+    total = np.zeros_like(got)
+    for rank, part in enumerate(sources.parts):
+        total += cut(part[sources.starts[rank] : sources.starts[rank + 1]], got)
+    return total
+
+
+def backwards(sources: Sources, got: Array, whole: bool) -> Array | None:
+    """The ranks' rows from the last rank to the first."""
+    if sources.summed or len(set(np.diff(sources.starts).tolist())) > 1:
+        return None
+    return sources.taken(np.concatenate(sources.parts[::-1]), len(got), whole=whole)
+
+
+CHECK = Check(
+    "collected",
+    "output",
+    TITLE,
+    NEEDS,
+    lambda view: view.got("output"),
+    lambda view, index: place(view, index),
+    (
+        Fault("pad_rows_kept", made_by(pads_kept)),
+        Fault("order_not_restored", made_by(rank_major)),
+        Fault("rank_missing", made_by(without_a_rank)),
+        Fault("other_tokens_summed", made_by(other_tokens)),
+        Fault("ranks_in_other_order", made_by(backwards)),
+    ),
+    local=False,
+)
+CHECKS = (CHECK,)

@@ -7,9 +7,9 @@ fault would have produced from the same step. It is named when that is what was 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,7 @@ __all__ = [
 ]
 
 Array = NDArray[Any]
+Made = TypeVar("Made")
 MOST_RANKS = 64  # of other ranks, and other sizes, that a layout is compared with
 SPREAD = {"positions": -1, "cos": 1, "sin": 0}  # what pad rows hold
 SHOWN = 12  # numbers of a list in a text
@@ -124,6 +125,14 @@ class View:
     settings: Mapping[str, Any]
     tensors: Mapping[str, Item]
     ranks: Mapping[int, Mapping[str, Item]]
+    memo: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def once(self, name: str, made: Callable[[View], Made]) -> Made:
+        """What is worked out of this view once, whoever asks for it."""
+        if name not in self.memo:
+            self.memo[name] = made(self)
+        found: Made = self.memo[name]
+        return found
 
     def seen_as(self, **changes: Any) -> View:
         """The same tensors beside another step or place."""
@@ -262,12 +271,12 @@ class Fault(NamedTuple):
 
     Fields:
         kind: str, a key of `kinds.KINDS`.
-        made: what an implementation with the fault gives, from the step and what was got; None where the fault has no
-            meaning.
+        made: what an implementation with the fault gives, from the step and what was got: an array, or a list of the
+            forms that it may take; None where the fault has no meaning.
     """
 
     kind: str
-    made: Callable[[View, Array], Array | None]
+    made: Callable[[View, Array], Array | list[Array] | None]
 
 
 class Check(NamedTuple):
@@ -391,13 +400,14 @@ def explained(view: View, check: Check, got: Array, equal: Test, right: Test) ->
     return tuple(cause(kind, ", ".join(dict.fromkeys(words))) for kind, words in details.items())
 
 
-def fits(made: Callable[[], Array | None], equal: Test, right: Test) -> bool:
+def fits(made: Callable[[], Array | list[Array] | None], equal: Test, right: Test) -> bool:
     """Whether a hypothesis can be computed, gives what was got, and is not what is right."""
     try:
         candidate = made()
     except (ContractError, IndexError, Skipped, ValueError):
         return False  # an implementation with this fault would have failed instead
-    return candidate is not None and equal(candidate) and not right(candidate)
+    forms = candidate if isinstance(candidate, list) else [] if candidate is None else [candidate]
+    return any(equal(form) and not right(form) for form in forms)
 
 
 def cause(kind: str, detail: str = "") -> Cause:

@@ -50,6 +50,13 @@ def with_padded_queries(view: View) -> View:
     return view.seen_as(seq_lens=np.where(view.seq_lens > 0, prefix + view.query_lens, 0).astype(np.int32))
 
 
+def positions_of_global_extents(view: View) -> NDArray[Any]:
+    """Where an operator believes own queries to be that were given the whole request's length."""
+    loc = view.extents.cu_seqlens_q
+    rows = np.repeat(np.arange(len(loc) - 1), np.diff(loc))
+    return of_rows(view.seq_lens, view)[rows] - (loc[rows + 1] - np.arange(len(rows)))
+
+
 # --- query lengths ---
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from dsacp_npu.validation.core import Array, Check, Fault, Finding, View, explained, finding_at
 from dsacp_npu.validation.floats import rounded
-from dsacp_npu.validation.lengths import LAYOUT, of_rows, without_prefix
+from dsacp_npu.validation.lengths import LAYOUT, positions_of_global_extents, without_prefix
 from dsacp_ref.partition import Int32
 from dsacp_ref.rope import rope_frequencies, rope_table, yarn_frequencies
 
@@ -40,11 +40,7 @@ def consecutive_by_request(view: View, got: Array) -> Array | None:
 
 def aligned_to_the_end(view: View, got: Array) -> Array:
     """What an operator believes of local queries with the whole request's length."""
-    loc = view.extents.cu_seqlens_q
-    rows = np.repeat(np.arange(len(loc) - 1), np.diff(loc))
-    lens = of_rows(view.seq_lens, view)
-    own = lens[rows] - (loc[rows + 1] - np.arange(len(rows)))
-    return spread(own, view)
+    return spread(positions_of_global_extents(view), view)
 
 
 def spread(own: Array, view: View) -> Array:

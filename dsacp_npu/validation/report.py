@@ -8,6 +8,7 @@ from typing import Any
 
 from dsacp_npu.validation import attended, batch, collected, entries, lengths, positions, selection, slots
 from dsacp_npu.validation.core import Check, Finding, Skipped, View, exact_finding, fits, same
+from dsacp_npu.validation.definition import INDEXED_RATIO
 from dsacp_npu.validation.reading import Dump
 from dsacp_ref.partition import Int32
 from dsacp_ref.spec import ContractError
@@ -166,7 +167,7 @@ def due(check: Check, dump: Dump, rank: int) -> bool:
     if ratio is None or check.tensor in dump.ranks[rank]:
         return True
     if check in selection.CHECKS:
-        return bool(ratio == attended.INDEXED_RATIO)
+        return bool(ratio == INDEXED_RATIO)
     return bool(ratio > 1) or check.tensor not in OF_ENTRIES
 
 
