@@ -17,7 +17,7 @@ from typing import Any
 from dsacp_npu.validation.core import Finding
 from dsacp_npu.validation.kinds import KINDS
 from dsacp_npu.validation.reading import Dump, read_dump, setting_value
-from dsacp_npu.validation.report import Report, examined
+from dsacp_npu.validation.report import Report, checks_in_order, examined
 from dsacp_npu.validation.schema import SETTINGS
 from dsacp_ref.config import AttentionConfig, v4_flash, v4_pro
 from dsacp_ref.spec import contract_error
@@ -218,14 +218,22 @@ def shortly(value: Any) -> str:
 
 def lists(report: Report) -> list[tuple[str, list[str]]]:
     """What was not compared, and what is to be said besides."""
+    compared = {check.name: check.tensor for check in checks_in_order()}
     skipped: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     for result in report.results:
         if result.status == "skipped":
             skipped.setdefault((result.check, result.missing), []).append(result.rank)
-    ranks = {result.rank for result in report.results}
-    lines = [
-        f"{check}: no {', '.join(missing)}{'' if len(on) == len(ranks) else f' on rank {on}'}"
-        for (check, missing), on in skipped.items()
+    everywhere = sorted({result.rank for result in report.results})
+    absent, lacking = [], []
+    for (check, missing), ranks in skipped.items():
+        if ranks == everywhere and missing[0] == compared[check]:
+            absent.append(missing[0])
+        else:
+            lacking.append(f"{check}: no {', '.join(missing)}{'' if ranks == everywhere else f' on rank {ranks}'}")
+    titled = [
+        ("not in the dump, so not compared", [", ".join(absent)] if absent else []),
+        ("skipped", lacking),
+        ("notes", list(report.notes)),
+        ("not known", list(report.unknown)),
     ]
-    titled = [("skipped", lines), ("notes", list(report.notes)), ("not known", list(report.unknown))]
     return [(title, lines) for title, lines in titled if lines]

@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from dsacp_npu.validation.core import Array, Check, Fault, Finding, Skipped, View, explained, finding_at
+from dsacp_npu.validation.core import Check, Fault, Finding, explained, finding_at
 from dsacp_npu.validation.definition import Definition, Lists, definition_of
 from dsacp_npu.validation.floats import Budget, apart, budget_of
 from dsacp_npu.validation.lengths import LAYOUT, positions_of_global_extents
 from dsacp_npu.validation.selection import seen_globally
+from dsacp_npu.validation.view import Array, Skipped, View
 from dsacp_ref.partition import Int32
 from dsacp_ref.rope import apply_inverse_rope
 from dsacp_ref.visibility import visible_entries

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dsacp_npu.validation.core import Check, Finding, Place, View, cause, told
+from dsacp_npu.validation.core import Check, Finding, cause, told
 from dsacp_npu.validation.reading import Dump
+from dsacp_npu.validation.view import Place, View
 from dsacp_ref.extents import check_batch, local_extents
 from dsacp_ref.partition import Int32
 from dsacp_ref.spec import ContractError

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import numpy as np
 
 from dsacp_npu.validation.attended import float_finding
-from dsacp_npu.validation.core import Array, Cause, Check, Fault, Finding, Place, Skipped, View, explained
+from dsacp_npu.validation.core import Cause, Check, Fault, Finding, explained
 from dsacp_npu.validation.floats import budget_of, rounded
 from dsacp_npu.validation.lengths import LAYOUT
+from dsacp_npu.validation.view import Array, Place, Skipped, View
 from dsacp_ref.partition import restored_rows
 from dsacp_ref.spec import contract_error
 

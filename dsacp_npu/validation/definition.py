@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dsacp_npu.validation.core import Array, Skipped, View
 from dsacp_npu.validation.floats import rounded
 from dsacp_npu.validation.scores import chosen
+from dsacp_npu.validation.view import Array, Skipped, View
 from dsacp_ref.attention import apply_sink, gathered_attention, window_indices
 from dsacp_ref.paging import slot_mapping
 from dsacp_ref.partition import Int32

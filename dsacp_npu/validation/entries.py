@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from dsacp_npu.validation.core import Array, Check, Fault, Place, View
+from dsacp_npu.validation.core import Check, Fault
 from dsacp_npu.validation.lengths import row_lengths, without_prefix
 from dsacp_npu.validation.slots import BLOCK_SIZES, other_tables
+from dsacp_npu.validation.view import Array, Place, View
 from dsacp_ref.compressor import EntryPlan, emitted_entries
 from dsacp_ref.paging import slot_mapping
 from dsacp_ref.partition import Int32

@@ -267,7 +267,6 @@ KINDS = {
         "vllm-project/vllm#43809",
     ),
     "sink_scaled": Kind("the sink is scaled like a logit", "compare the sink with logits after scaling"),
-    "sink_as_key": Kind("the sink counts as a logit before the scale", "compare the sink with logits after scaling"),
     "window_one_short": Kind("the window is one key short", "window_size counts the query's own key"),
     "window_one_long": Kind(
         "the window is one key long", "window_size counts the query's own key: ori_win_left is one less"

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dsacp_npu.validation.core import Array, Check, Fault, View
+from dsacp_npu.validation.core import Check, Fault
+from dsacp_npu.validation.view import Array, View
 from dsacp_ref.config import split_rule
 from dsacp_ref.partition import Int32, rank_pieces
 

@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dsacp_npu.validation.core import Array, Check, Fault, Finding, View, explained, finding_at
+from dsacp_npu.validation.core import Check, Fault, Finding, explained, finding_at
 from dsacp_npu.validation.floats import rounded
 from dsacp_npu.validation.lengths import LAYOUT, positions_of_global_extents, without_prefix
+from dsacp_npu.validation.view import Array, View
 from dsacp_ref.partition import Int32
 from dsacp_ref.rope import rope_frequencies, rope_table, yarn_frequencies
 

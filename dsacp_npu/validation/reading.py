@@ -203,13 +203,14 @@ def checked_settings(settings: dict[str, Any], ranks: Sequence[int]) -> dict[str
 
 def converted(tensors: dict[str, Item], settings: Mapping[str, Any], notes: list[str]) -> dict[str, Item]:
     """The tensors as the schema means them: spellings turned into ours, dtypes and numbers of axes checked."""
-    found = {}
+    found: dict[str, Item] = {}
+    wide: list[str] = []
     for key, item in tensors.items():
         if key in SECOND:
             if SECOND[key] not in {other.word for other in tensors.values()}:
                 raise contract_error(key, f"stand beside {SECOND[key]}", "it alone", item.place)
             continue
-        found[key] = typed(key, item, notes)
+        found[key] = typed(key, item, wide)
     for key, item in sorted(found.items(), key=lambda pair: pair[1].word in NEED_OTHERS):
         if item.word in CONVERTED:
             check_axes(key, item)
@@ -221,10 +222,12 @@ def converted(tensors: dict[str, Item], settings: Mapping[str, Any], notes: list
             notes.append("slot_mapping: pairs of block and place read as slots")
     for key, item in found.items():
         check_axes(key, item)
+    if wide:
+        notes.append(f"int64 is read as int32, but operators take int32 only: {', '.join(wide)}")
     return found
 
 
-def typed(name: str, item: Item, notes: list[str]) -> Item:
+def typed(name: str, item: Item, wide: list[str]) -> Item:
     """The tensor without the unit axis that engines give it, in a dtype that checks read."""
     due, array = TENSOR[name], item.array
     axis = due.unit_axis
@@ -243,7 +246,7 @@ def typed(name: str, item: Item, notes: list[str]) -> Item:
     if item.dtype == "int64":
         if array.size and (array.max() > INT32_MAX or array.min() < -INT32_MAX - 1):
             raise contract_error(name, "fit into int32", int(np.abs(array).max()), f"{item.word} in {item.place}")
-        notes.append(f"{name}: int64, which is read as int32; the operators take int32 only")
+        wide.append(name)
     return replace(item, array=array.astype(np.int32))
 
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsacp_npu.validation import attended, batch, collected, entries, lengths, positions, selection, slots
-from dsacp_npu.validation.core import Check, Finding, Skipped, View, exact_finding, fits, same
+from dsacp_npu.validation.core import Check, Finding, exact_finding, fits, same
 from dsacp_npu.validation.definition import INDEXED_RATIO
 from dsacp_npu.validation.reading import Dump
+from dsacp_npu.validation.view import Skipped, View
 from dsacp_ref.partition import Int32
 from dsacp_ref.spec import ContractError
 

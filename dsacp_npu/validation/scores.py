@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dsacp_npu.validation.core import Array, View
 from dsacp_npu.validation.floats import rounded, scoring_noise
+from dsacp_npu.validation.view import Array, View
 from dsacp_ref.indexer import index_scores, scorer, selected_entries
 from dsacp_ref.paging import slot_mapping
 from dsacp_ref.partition import Int32

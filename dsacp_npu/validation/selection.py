@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from dsacp_npu.validation.core import Array, Check, Fault, Finding, Skipped, View, explained, finding_at
+from dsacp_npu.validation.core import Check, Fault, Finding, explained, finding_at
 from dsacp_npu.validation.lengths import LAYOUT, positions_of_global_extents, without_prefix
 from dsacp_npu.validation.scores import Scores, cache_block_size, chosen, differing_rows, scores_of, visible
+from dsacp_npu.validation.view import Array, Skipped, View
 from dsacp_ref.indexer import hadamard
 from dsacp_ref.paging import slot_mapping
 from dsacp_ref.partition import Int32

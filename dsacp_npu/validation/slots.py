@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from dsacp_npu.validation.core import Array, Check, Fault, View
+from dsacp_npu.validation.core import Check, Fault
 from dsacp_npu.validation.lengths import LAYOUT, row_lengths, without_prefix
+from dsacp_npu.validation.view import Array, View
 from dsacp_ref.paging import block_table_rows, slot_mapping
 from dsacp_ref.partition import Int32, interleave_local_indices, interleave_owners
 

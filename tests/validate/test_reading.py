@@ -97,7 +97,7 @@ def test_the_command_line_holds_against_the_files(tmp_path: Path) -> None:
 def test_int64_is_read_and_noted(tmp_path: Path) -> None:
     dump = read(tmp_path, seq_lens=np.array([9, 3]))
     assert dump.ranks[0]["seq_lens"].array.dtype == np.int32
-    assert dump.notes == ("seq_lens: int64, which is read as int32; the operators take int32 only",)
+    assert dump.notes == ("int64 is read as int32, but operators take int32 only: seq_lens",)
 
 
 def test_one_file_of_all_ranks_shares_what_belongs_to_the_step(tmp_path: Path) -> None:
