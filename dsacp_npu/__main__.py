@@ -16,6 +16,7 @@ COMMANDS = {
     "explain": "who owns which token of a batch, and the operator rows of every rank",
     "parity": "ranks against one device, for the definition and the backends, over every way to combine them",
     "plan": "what one prefill costs under every way to share it among ranks, and the best of them",
+    "validate": "tensors that another engine dumped, against the definition: where they part, and the likely cause",
     "bench": "rates against the same run's matrix multiply, memory, metadata times",
     "mirror": "which function has which twin, and where it was tested (docs/mirror.md)",
     "compile-check": "the Triton kernels, or one of your own, under the Ascend compiler: what they take of a chip",
