@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ try:
 except ImportError as error:
     raise ImportError("plan prints its tables with rich; pip install rich, or use --json") from error
 
+WIDTH = 110  # columns of a sentence
 MOST = 8  # schemes that are shown, besides those that have a name
 ASSUMED = (
     "Assumed: tokens go to all experts alike, experts lie over all ranks, nothing overlaps with an exchange, and the "
@@ -38,16 +40,15 @@ def show_plan(answer: Any, num_ranks: int, precision: str, *, everything: bool) 
         style="bold",
     )
     shown = plan.costs if everything else shown_of(plan)
-    places = {cost.scheme: str(place) for place, cost in enumerate(plan.costs, 1)}
-    heading = ("#:", "ranks", *MODES, "s:", "x TP:", "uneven:", "GB in:", "GB peak:", "")
-    table(console, heading, [scheme_row(cost, places[cost.scheme], plan, tp) for cost in shown])
+    heading = ("s:", "x TP:", "uneven:", "GB in:", "peak:", "scheme")
+    table(console, heading, [scheme_row(cost, plan, tp) for cost in shown])
     for cost in (plan.best, *([tp] if tp is not None and tp is not plan.best else [])):
         console.print(f"\n{words(cost.scheme)}, a layer of each kind", style="bold")
         heading = ("kind", "layers:", "ms:", *(f"{part}:" for part in PARTS), "TFLOP:", "MB in:", "uneven:")
         table(console, heading, layer_rows(cost))
     console.print()
-    for line in notes(answer, everything):
-        console.print(line)
+    for note in notes(answer, everything):
+        print(textwrap.fill(note, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
 
 
 def shown_of(plan: Plan) -> list[Cost]:
@@ -66,21 +67,12 @@ def alike(cost: Cost, other: Cost) -> bool:
     return same_words and (cost.seconds, cost.memory) == (other.seconds, other.memory)
 
 
-def scheme_row(cost: Cost, place: str, plan: Plan, tp: Cost | None) -> tuple[str, ...]:
+def scheme_row(cost: Cost, plan: Plan, tp: Cost | None) -> tuple[str, ...]:
     """One scheme."""
-    scheme = cost.scheme
     gain = f"{tp.seconds / cost.seconds:.2f}" if tp else "-"
-    note = engine_of(scheme) if plan.fits(cost) else f"does not fit into {plan.chip.memory:g} GB"
+    note = "" if plan.fits(cost) else f": does not fit into {plan.chip.memory:g} GB"
     numbers = (f"{cost.seconds:.3f}", gain, f"{cost.imbalance:.2f}", f"{cost.received / GB:.1f}")
-    return (place, scheme.topology, *modes_of(scheme), *numbers, f"{cost.memory.total / GB:.1f}", note)
-
-
-MODES = ("split", "rows", "keys", "output")
-
-
-def modes_of(scheme: Scheme) -> tuple[str, ...]:
-    """The words of a scheme; plain TP has none."""
-    return ("-",) * len(MODES) if scheme.cp_size == 1 else scheme[2:]
+    return (*numbers, f"{cost.memory.total / GB:.1f}", words(cost.scheme) + note)
 
 
 # A column of the table of layers, and the parts of a layer's time that stand in it.
@@ -164,11 +156,11 @@ def show_replay(replay: Replay, planner: Planner, num_ranks: int, precision: str
     for index in order.tolist():
         scheme, seconds = replay.schemes[index], replay.seconds[:, index]
         numbers = (*replay_numbers(seconds, best), share(replay.chosen == index))
-        rows.append((scheme.topology, *modes_of(scheme), *numbers, engine_of(scheme)))
-    rows.append(("any", "the best for each step", "", "", "", *replay_numbers(best, best), "", ""))
-    heading = ("ranks", *MODES, "s:", "x chosen:", "p50 s:", "p99 s:", "best in:", "")
+        rows.append((*numbers, words(scheme)))
+    rows.append((*replay_numbers(best, best), "", "the best for each step"))
+    heading = ("s:", "x chosen:", "p50 s:", "p99 s:", "best in:", "scheme")
     table(console, heading, rows)
-    console.print(f"\n{ASSUMED}")
+    print("\n" + textwrap.fill(ASSUMED, WIDTH, subsequent_indent="  "))
 
 
 def replay_numbers(seconds: Any, best: Any) -> tuple[str, ...]:
@@ -196,4 +188,7 @@ def table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]
         shown.add_column(column.rstrip(":"), justify="right" if column.endswith(":") else "left", no_wrap=True)
     for row in rows:
         shown.add_row(*row)
-    console.print(shown)
+    with console.capture() as drawn:
+        console.print(shown)
+    for line in drawn.get().splitlines():  # without the blanks that fill the last column
+        print(line.rstrip())

@@ -89,7 +89,7 @@ def schemes_of(model: Model, num_ranks: int) -> tuple[list[Scheme], list[Refused
     >>> from dsacp_npu.planning.models import model_of
     >>> schemes, refused = schemes_of(model_of("v4-flash"), 2)
     >>> schemes[0].topology, len(schemes), refused[0].reason.split(";")[0][:50]
-    ('tp2', 106, "split must be 'round_robin_page(n)' with n a multi")
+    ('tp2', 121, "split must be 'round_robin_page(n)' with n a multi")
     """
     num_ranks = check_int("ranks", num_ranks, 1)
     found, refused = [], []
@@ -140,9 +140,9 @@ def why_not(scheme: Scheme, kind: LayerKind) -> str | None:
 # Who does what, in the words of this house (`docs/design.md` 4). Where an engine has more than one way, the one that
 # it takes for long prefills.
 ENGINES = {
-    "xLLM's proposal (#1997)": ("contiguous", "full", "replicate", "all_to_all"),
+    "xLLM #1997": ("contiguous", "full", "replicate", "all_to_all"),
     "vllm-ascend DSA-CP": ("contiguous", "full", "replicate", "gather_weight"),
-    "xLLM as merged (#2097)": ("contiguous_request", "scattered", "gather_hidden", "replicated_weight"),
+    "xLLM #2097": ("contiguous_request", "scattered", "gather_hidden", "replicated_weight"),
     "SGLang in-seq-split": ("zigzag", "scattered", "gather_kv", "replicated_weight"),
     "SGLang round-robin-split": ("round_robin", "scattered", "gather_kv", "replicated_weight"),
 }
