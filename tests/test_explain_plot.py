@@ -69,7 +69,7 @@ def test_every_option_is_drawn(tmp_path: Path, monkeypatch) -> None:
         ("--query-lens 0 --computed 4 --cp-size 2 --plot batch.png", "the batch must have a token to be drawn"),
         ("--query-lens 3 --cp-size 600 --plot batch.png", "more ranks cannot be told apart"),
         ("--query-lens 3 --cp-size 2 --rank 2 --plot batch.png", "cp_rank must be an int in [0, 1], got 2"),
-        ("--query-lens 3 --cp-size 2 --plot missing/batch.png", "No such file or directory"),
+        ("--query-lens 3 --cp-size 2 --plot missing/batch.png", "no file or folder missing/batch.png, seen from"),
     ],
 )
 def test_what_cannot_be_drawn_is_one_line(options: str, words: str, tmp_path: Path, monkeypatch, capsys) -> None:

@@ -203,9 +203,9 @@ import time
 from dsacp_npu.commands.progress import followed, waiting
 with waiting("looking about"):
     print("found")
-    time.sleep(0.4)
-for item in followed("ab", 2, "letters"):
     time.sleep(0.3)
+for item in followed("ab", 2, "letters"):
+    time.sleep(0.1)
 print("done")
 """
 

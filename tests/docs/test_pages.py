@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -107,13 +108,15 @@ def test_shown_output_is_true(page: str, command: str, output: str) -> None:
     assert max(map(len, output.splitlines())) <= WIDEST
 
 
-def cheap() -> list[list[str]]:
+def cheap() -> list[Any]:
     """What follows `python` in every command line of any page that is complete and does not take long."""
     lines = {
         re.sub("^dsacp ", "python -m dsacp_npu ", line) for page in PAGES if page.exists() for line in commands(page)
     }
     calls = [shlex.split(line)[1:] for line in sorted(lines)]
-    return [words for words in calls if len(words) > 2 and words[2] in CHEAP and words[-1] not in ("explain", "FILE")]
+    chosen = [words for words in calls if len(words) > 2 and words[2] in CHEAP and words[-1] not in ("explain", "FILE")]
+    marks = dict.fromkeys(("doctor", "mirror"), pytest.mark.slow)  # they import torch; test_commands runs them too
+    return [pytest.param(words, marks=marks.get(words[2], ())) for words in chosen]
 
 
 @pytest.mark.parametrize("words", cheap(), ids=" ".join)
