@@ -10,9 +10,9 @@ from dsacp_npu.validation.floats import rounded
 from dsacp_npu.validation.scores import chosen
 from dsacp_npu.validation.view import Array, Skipped, View
 from dsacp_ref.attention import apply_sink, gathered_attention, window_indices
-from dsacp_ref.paging import slot_mapping
+from dsacp_ref.paging import check_slots, slot_mapping
 from dsacp_ref.partition import Int32
-from dsacp_ref.spec import contract_error
+from dsacp_ref.spec import check_array
 from dsacp_ref.visibility import visible_entries
 
 __all__ = ["INDEXED_RATIO", "Definition", "Lists", "definition_of"]
@@ -54,10 +54,9 @@ class Definition:
 
     def __init__(self, view: View) -> None:
         self.view = view
-        self.q, self.sink = view.own_rows("q").astype(np.float64), view.got("attn_sink").astype(np.float64)
-        if len(self.q) != len(view.own):
-            rule = f"have {len(view.own)} rows, or {len(view.tokens)} with pad rows"
-            raise contract_error("q", rule, len(self.q), "one a query of this rank")
+        self.q = view.own_queries("q", ("num_heads", "head_dim"))
+        self.sink = view.got("attn_sink").astype(np.float64)
+        check_array("attn_sink", self.sink, ("float64",), self.q.shape[1:2], "one sink a head of q")
         self.requests, self.positions = view.requests_of(view.own), view.positions_of(view.own)
         self.scale = view.setting("softmax_scale")
         self.ratio = view.setting("compress_ratio")
@@ -99,12 +98,10 @@ class Definition:
             cache = self.view.got(f"{name}_cache")
             table = self.view.got(f"{name}_block_table")
             where = slot_mapping(block, self.requests[first:last], table, cache.shape[1])
+            rule = ("num_blocks", "block_size", self.q.shape[2])
+            check_array(f"{name}_cache", cache, (str(cache.dtype),), rule, "rows as wide as q")
             flat = cache.reshape(-1, cache.shape[-1])
-            if where.size and where.max() >= len(flat):
-                hint = "the table leads outside of the cache"
-                raise contract_error(
-                    f"{name}_block_table", f"name blocks below {cache.shape[0]}", int(where.max()), hint
-                )
+            check_slots(where, len(flat), f"{name}_block_table", f"it leads outside of {name}_cache")
             used, inverse = np.unique(where, return_inverse=True)
             inverse = inverse.reshape(where.shape).astype(np.int32)
             missing = len(used) > 0 and used[0] < 0

@@ -14,6 +14,7 @@ from dsacp_npu.validation.reading import Item
 from dsacp_ref.config import SPLITS
 from dsacp_ref.extents import LocalExtents, local_extents, token_positions, token_requests
 from dsacp_ref.partition import Int32, Partition, local_token_indices, partition_tokens
+from dsacp_ref.spec import check_array
 
 __all__ = ["Array", "Place", "Skipped", "View", "other_layouts"]
 
@@ -163,6 +164,13 @@ class View:
         if len(array) == len(self.tokens):
             return array[self.tokens >= 0]
         return array
+
+    def own_queries(self, name: str, shape: tuple[int | str, ...]) -> Array:
+        """A tensor of one row an own query, once it is found to be of this shape; in float64."""
+        rows = self.own_rows(name)
+        rule = f"one row a query: {len(self.own)}, or {len(self.tokens)} with pad rows"
+        check_array(name, rows, (str(rows.dtype),), (len(self.own), *shape), rule)
+        return rows.astype(np.float64)
 
     # --- places ---
 
