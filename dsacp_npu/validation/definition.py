@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dsacp_npu.validation.floats import rounded
-from dsacp_npu.validation.scores import chosen
+from dsacp_npu.validation.scores import check_reach, chosen
 from dsacp_npu.validation.view import Array, Skipped, View
 from dsacp_ref.attention import apply_sink, gathered_attention, window_indices
 from dsacp_ref.paging import check_slots, slot_mapping
@@ -19,6 +19,7 @@ __all__ = ["INDEXED_RATIO", "Definition", "Lists", "definition_of"]
 
 INDEXED_RATIO = 4  # layers of this ratio choose among their entries
 QUERIES = 64  # computed at a time
+FEW = 1 << 16  # numbers
 
 
 class Lists(NamedTuple):
@@ -84,7 +85,9 @@ class Definition:
 
     def all_entries(self, num_visible: Int32) -> Int32:
         """The first so many entries of each query."""
-        entries = np.arange(int(num_visible.max(initial=0)), dtype=np.int32)
+        most = int(num_visible.max(initial=0))
+        check_reach(self.view, most, self.view.got("cmp_cache").shape[1])
+        entries = np.arange(most, dtype=np.int32)
         return np.where(entries < num_visible[:, None], entries, np.int32(-1))
 
     def keys(self, lists: Lists, first: int, last: int) -> Keys:
@@ -127,8 +130,9 @@ class Definition:
         return out, lse
 
     def plain(self, dtype: str) -> list[tuple[Array, Array]]:
-        """The textbook computation in a dtype, keys in two orders."""
-        return [self.in_dtype(dtype, backwards=backwards) for backwards in (False, True)]
+        """The textbook computation in a dtype; few numbers may be right by luck, so keys are added up both ways."""
+        orders = (False, True) if self.out.size < FEW else (False,)
+        return [self.in_dtype(dtype, backwards=backwards) for backwards in orders]
 
     def in_dtype(self, dtype: str, *, backwards: bool) -> tuple[Array, Array]:
         """One textbook computation: every product, exponential and quotient rounded to the dtype."""

@@ -18,7 +18,7 @@ from dsacp_ref.quant import QuantizedVectors
 from dsacp_ref.spec import contract_error
 from dsacp_ref.visibility import visible_entries
 
-__all__ = ["Scores", "cache_block_size", "chosen", "differing_rows", "scores_of", "visible"]
+__all__ = ["Scores", "cache_block_size", "check_reach", "chosen", "differing_rows", "scores_of", "visible"]
 
 
 def visible(view: View) -> Int32:
@@ -38,6 +38,14 @@ def chosen(view: View) -> Int32:
     return np.where(np.arange(lanes.shape[1]) < lengths[:, None], lanes, np.int32(-1))
 
 
+def check_reach(view: View, num_entries: int, size: int) -> None:
+    """Refuse a table of entries that is too short for what a query sees, before room is made for all that it sees."""
+    columns = view.got("cmp_block_table").shape[1]
+    if num_entries > columns * size:
+        rule = f"reach the {num_entries} entries that a query sees"
+        raise contract_error("cmp_block_table", rule, f"{columns} blocks of {size}", "are seq_lens right?")
+
+
 class Scores:
     """The scores of every entry that a rank's queries could be given, with what they may be off by.
 
@@ -49,6 +57,9 @@ class Scores:
     def __init__(self, view: View) -> None:
         self.view, self.requests = view, view.requests_of(view.own)
         self.totals = np.maximum(view.seq_lens, 0) // view.setting("compress_ratio")
+        check_reach(view, int(visible(view).max(initial=0)), cache_block_size(view))
+        # Entries of the future may have no block yet; those that a table cannot name are nobody's choice.
+        self.totals = np.minimum(self.totals, view.got("cmp_block_table").shape[1] * cache_block_size(view))
         self.longest = int(self.totals.max(initial=0))
         self.index_q = view.own_queries("index_q", ("index_n_heads", "index_head_dim"))
         self.weights = view.own_queries("index_weights", self.index_q.shape[1:2])
