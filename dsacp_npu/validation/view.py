@@ -133,7 +133,17 @@ class View:
 
     @cached_property
     def extents(self) -> LocalExtents:
-        """This rank's operator rows."""
+        """This rank's operator rows; without the pad rows at their end where the dump leaves these out."""
+        every = self.every_row
+        real = int(np.count_nonzero(every.request_indices >= 0))
+        for name, entries in (("seqused_kv", real), ("cu_seqlens_q", real + 1), ("request_indices", real)):
+            if name in self.tensors and len(self.tensors[name].array) == entries:
+                return LocalExtents(every.cu_seqlens_q[: real + 1], *(part[:real] for part in every[1:]))
+        return every
+
+    @property
+    def every_row(self) -> LocalExtents:
+        """This rank's operator rows, pad rows at the end."""
         return local_extents(
             self.query_start_loc,
             self.seq_lens,

@@ -241,6 +241,16 @@ def test_what_no_fault_gives_has_no_cause(tmp_path: Path) -> None:
     assert (finding.request, finding.token) == (0, 4)
 
 
+def test_pad_rows_of_operators_may_be_left_out(tmp_path: Path) -> None:
+    """Round robin over 4 ranks: 5 tokens and 3 pad rows, one of them on rank 1."""
+    batch = step([3, 2], [3, 9], "round_robin")
+    for extents, loc in (([2, 0], [0, 1, 1]), ([2], [0, 1])):
+        tensors = {1: {"seqused_kv": ints(*extents), "cu_seqlens_q": ints(*loc)}}
+        assert not found(tmp_path, batch, tensors, 4)
+    (finding,) = found(tmp_path, batch, {1: {"seqused_kv": ints(3)}}, 4)
+    assert kinds(finding) == ["global_key_length", "extent_not_reduced"]
+
+
 # --- the step itself ---
 
 
