@@ -167,6 +167,13 @@ QUERIES: dict[str, Case] = {
         ["row_a_request"],
         [0, 1],
     ),
+    "without graph padding": (
+        step([3, 4], [3, 4], "contiguous", num_input_tokens=12),
+        queries([0, 3, 4], [0, 0, 3]),
+        2,
+        ["graph_padding_ignored"],
+        [0, 1],
+    ),
     "another rank": (SHARED, queries([0, 3, 7], [0, 7, 7]), 2, ["wrong_rank"], [0, 1]),
     "A06: another size": (
         step([16], [16], "contiguous"),
