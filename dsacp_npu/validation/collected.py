@@ -12,7 +12,7 @@ from dsacp_npu.validation.floats import budget_of, rounded
 from dsacp_npu.validation.lengths import LAYOUT
 from dsacp_npu.validation.view import Array, Place, Skipped, View
 from dsacp_ref.partition import restored_rows
-from dsacp_ref.spec import contract_error
+from dsacp_ref.spec import check_array, contract_error
 
 __all__ = ["CHECKS", "collected_finding"]
 
@@ -25,7 +25,11 @@ def shares(view: View, name: str) -> list[Array]:
     missing = [rank for rank in range(view.cp_size) if name not in view.ranks.get(rank, {})]
     if missing:
         raise Skipped(f"{name} of rank {', '.join(map(str, missing))}")
-    return [view.ranks[rank][name].array.astype(np.float64) for rank in range(view.cp_size)]
+    width = view.got("output").shape[1]
+    found = [view.ranks[rank][name].array.astype(np.float64) for rank in range(view.cp_size)]
+    for rank, rows in enumerate(found):
+        check_array(name, rows, ("float64",), ("rows", width), f"rank {rank}, as wide as output")
+    return found
 
 
 def gathered(view: View) -> list[Array]:

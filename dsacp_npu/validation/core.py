@@ -6,6 +6,7 @@ fault would have produced from the same step. It is named when that is what was 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -77,8 +78,12 @@ class Finding:
     causes: tuple[Cause, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self) | {"index": list(self.index), "causes": [asdict(cause) for cause in self.causes]}
+        """Plain values, for JSON, which has no NaN and no infinities: words there."""
+        found = asdict(self) | {"index": list(self.index), "causes": [asdict(cause) for cause in self.causes]}
+        for name in ("expected", "got"):
+            if isinstance(found[name], float) and not math.isfinite(found[name]):
+                found[name] = str(found[name])
+        return found
 
 
 class Fault(NamedTuple):

@@ -7,18 +7,19 @@ from typing import NamedTuple
 import numpy as np
 
 from dsacp_npu.validation.floats import rounded
-from dsacp_npu.validation.scores import chosen
+from dsacp_npu.validation.scores import check_reach, chosen
 from dsacp_npu.validation.view import Array, Skipped, View
 from dsacp_ref.attention import apply_sink, gathered_attention, window_indices
-from dsacp_ref.paging import slot_mapping
+from dsacp_ref.paging import check_slots, slot_mapping
 from dsacp_ref.partition import Int32
-from dsacp_ref.spec import contract_error
+from dsacp_ref.spec import check_array
 from dsacp_ref.visibility import visible_entries
 
 __all__ = ["INDEXED_RATIO", "Definition", "Lists", "definition_of"]
 
 INDEXED_RATIO = 4  # layers of this ratio choose among their entries
 QUERIES = 64  # computed at a time
+FEW = 1 << 16  # numbers
 
 
 class Lists(NamedTuple):
@@ -54,10 +55,9 @@ class Definition:
 
     def __init__(self, view: View) -> None:
         self.view = view
-        self.q, self.sink = view.own_rows("q").astype(np.float64), view.got("attn_sink").astype(np.float64)
-        if len(self.q) != len(view.own):
-            rule = f"have {len(view.own)} rows, or {len(view.tokens)} with pad rows"
-            raise contract_error("q", rule, len(self.q), "one a query of this rank")
+        self.q = view.own_queries("q", ("num_heads", "head_dim"))
+        self.sink = view.got("attn_sink").astype(np.float64)
+        check_array("attn_sink", self.sink, ("float64",), self.q.shape[1:2], "one sink a head of q")
         self.requests, self.positions = view.requests_of(view.own), view.positions_of(view.own)
         self.scale = view.setting("softmax_scale")
         self.ratio = view.setting("compress_ratio")
@@ -85,7 +85,9 @@ class Definition:
 
     def all_entries(self, num_visible: Int32) -> Int32:
         """The first so many entries of each query."""
-        entries = np.arange(int(num_visible.max(initial=0)), dtype=np.int32)
+        most = int(num_visible.max(initial=0))
+        check_reach(self.view, most, self.view.got("cmp_cache").shape[1])
+        entries = np.arange(most, dtype=np.int32)
         return np.where(entries < num_visible[:, None], entries, np.int32(-1))
 
     def keys(self, lists: Lists, first: int, last: int) -> Keys:
@@ -99,12 +101,10 @@ class Definition:
             cache = self.view.got(f"{name}_cache")
             table = self.view.got(f"{name}_block_table")
             where = slot_mapping(block, self.requests[first:last], table, cache.shape[1])
+            rule = ("num_blocks", "block_size", self.q.shape[2])
+            check_array(f"{name}_cache", cache, (str(cache.dtype),), rule, "rows as wide as q")
             flat = cache.reshape(-1, cache.shape[-1])
-            if where.size and where.max() >= len(flat):
-                hint = "the table leads outside of the cache"
-                raise contract_error(
-                    f"{name}_block_table", f"name blocks below {cache.shape[0]}", int(where.max()), hint
-                )
+            check_slots(where, len(flat), f"{name}_block_table", f"it leads outside of {name}_cache")
             used, inverse = np.unique(where, return_inverse=True)
             inverse = inverse.reshape(where.shape).astype(np.int32)
             missing = len(used) > 0 and used[0] < 0
@@ -130,8 +130,9 @@ class Definition:
         return out, lse
 
     def plain(self, dtype: str) -> list[tuple[Array, Array]]:
-        """The textbook computation in a dtype, keys in two orders."""
-        return [self.in_dtype(dtype, backwards=backwards) for backwards in (False, True)]
+        """The textbook computation in a dtype; few numbers may be right by luck, so keys are added up both ways."""
+        orders = (False, True) if self.out.size < FEW else (False,)
+        return [self.in_dtype(dtype, backwards=backwards) for backwards in orders]
 
     def in_dtype(self, dtype: str, *, backwards: bool) -> tuple[Array, Array]:
         """One textbook computation: every product, exponential and quotient rounded to the dtype."""

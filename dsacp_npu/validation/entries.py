@@ -64,7 +64,7 @@ def place_of_entry(view: View, index: tuple[int, ...]) -> Place:
 # --- what the compressor is told ---
 
 
-def local_lengths(view: View) -> Int32:
+def local_lengths(view: View) -> Array:
     """The rank's queries of each request."""
     lengths = np.zeros(view.num_reqs, np.int64)
     real = view.extents.request_indices >= 0

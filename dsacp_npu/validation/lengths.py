@@ -22,7 +22,7 @@ def piece_ends(view: View) -> Int32:
     pieces = rank_pieces(
         view.query_start_loc, view.cp_size, view.cp_rank, split=view.split, num_input_tokens=view.num_input_tokens
     )
-    return pieces.piece_ends
+    return pieces.piece_ends[: len(view.extents.seqused_kv)]
 
 
 def row_lengths(view: View) -> Int32:
@@ -159,7 +159,7 @@ EXTENT_FAULTS = (
 
 CHECKS = (
     Check(
-        "rows",
+        "local_rows",
         "token_indices",
         "each local row holds the token that the split gives it",
         LAYOUT,

@@ -14,7 +14,7 @@ from dsacp_npu.validation.schema import REFUSED, SECOND, SETTINGS, TENSORS, Sett
 __all__ = ["TABLES", "with_tables"]
 
 LAYOUT_KINDS = ("not_split", "graph_padding_ignored", "other_split", "wrong_rank", "wrong_cp_size")
-BATCH_KINDS = ("leading_zero_missing", "lengths_not_cumulative", "offsets_for_lengths", "prefix_lost")
+BATCH_KINDS: tuple[str, ...] = ("leading_zero_missing", "lengths_not_cumulative", "offsets_for_lengths", "prefix_lost")
 BATCH_KINDS += ("local_query_offsets", "local_key_lengths")
 
 

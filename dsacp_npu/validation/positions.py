@@ -107,7 +107,7 @@ class RopeCheck(NamedTuple):
     local: bool
 
 
-ROPE_NEEDS = ("compress_ratio", "rope_theta", "compress_rope_theta", "rope_head_dim", "rope_factor")
+ROPE_NEEDS: tuple[str, ...] = ("compress_ratio", "rope_theta", "compress_rope_theta", "rope_head_dim", "rope_factor")
 ROPE_NEEDS += ("rope_beta_fast", "rope_beta_slow", "rope_original_max_position")
 ROPE_CHECKS = (
     RopeCheck(

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from dsacp_npu.validation import attended, batch, collected, entries, lengths, positions, selection, slots
 from dsacp_npu.validation.core import Check, Finding, exact_finding, fits, same
 from dsacp_npu.validation.definition import INDEXED_RATIO
@@ -183,7 +185,8 @@ def missing_of(check: Check, dump: Dump, rank: int, views: dict[int, View]) -> t
 def outcome(check: Check, compared: Compared, view: View) -> tuple[Result, list[Finding], str]:
     """The result of one comparison; what cannot be compared because it breaks a contract is a finding too."""
     try:
-        found, note = compared(view)
+        with np.errstate(all="ignore"):  # a dump may hold NaN and infinities, and what they give is compared like all
+            found, note = compared(view)
     except Skipped as skipped:
         return Result(check.name, view.cp_rank, "skipped", (str(skipped),)), [], ""
     except ContractError as error:

@@ -161,7 +161,10 @@ TENSORS = (
             Spelling("actual_seq_lengths_kv", f"CANN operators, {VA}"),
             Spelling("seqused_k", "FlashAttention"),
             Spelling(
-                "kv_len_prev_tensor", SG, "extents of every request's first block; with kv_len_next_tensor, in turn"
+                "kv_len_prev_tensor",
+                SG,
+                "extents of every request's first block; with kv_len_next_tensor, in turn. SGLang on an NPU adds "
+                "extend_prefix_lens later: write them after that",
             ),
         ),
     ),
@@ -179,14 +182,15 @@ TENSORS = (
         "int32",
         ("local rows",),
         "position of each local row in its request; pad rows hold anything",
-        (Spelling("local_positions", XL), Spelling("position_ids", "transformers")),
+        (Spelling("position_ids", "transformers"),),
     ),
     Tensor(
         "cos",
         "rank",
         "float",
         ("local rows", "pairs"),
-        "cosines at the positions; pad rows hold anything. One column a pair, or two alike that lie side by side",
+        "cosines at the positions; pad rows hold anything. One column a pair, or two alike that lie side by side. What "
+        "vllm-ascend calls `cos` is of all tokens: write it as `full_cos`",
         (Spelling("local_cos", f"{VA}, {XL}"),),
         1,
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,14 +11,14 @@ from numpy.typing import NDArray
 
 from dsacp_npu.validation.floats import rounded, scoring_noise
 from dsacp_npu.validation.view import Array, View
-from dsacp_ref.indexer import index_scores, scorer, selected_entries
-from dsacp_ref.paging import slot_mapping
+from dsacp_ref.indexer import check_index_cache, index_scores, scorer, selected_entries
+from dsacp_ref.paging import check_slots, slot_mapping
 from dsacp_ref.partition import Int32
 from dsacp_ref.quant import QuantizedVectors
 from dsacp_ref.spec import contract_error
 from dsacp_ref.visibility import visible_entries
 
-__all__ = ["Scores", "cache_block_size", "chosen", "differing_rows", "scores_of", "visible"]
+__all__ = ["Scores", "cache_block_size", "check_reach", "chosen", "differing_rows", "scores_of", "visible"]
 
 
 def visible(view: View) -> Int32:
@@ -33,7 +34,16 @@ def chosen(view: View) -> Int32:
         raise contract_error("topk_indices", rule, len(lanes), "one list a query of this rank")
     if "topk_length" not in view.tensors:
         return lanes
-    return np.where(np.arange(lanes.shape[1]) < view.own_rows("topk_length")[:, None], lanes, np.int32(-1))
+    lengths = view.own_queries("topk_length", ())
+    return np.where(np.arange(lanes.shape[1]) < lengths[:, None], lanes, np.int32(-1))
+
+
+def check_reach(view: View, num_entries: int, size: int) -> None:
+    """Refuse a table of entries that is too short for what a query sees, before room is made for all that it sees."""
+    columns = view.got("cmp_block_table").shape[1]
+    if num_entries > columns * size:
+        rule = f"reach the {num_entries} entries that a query sees"
+        raise contract_error("cmp_block_table", rule, f"{columns} blocks of {size}", "are seq_lens right?")
 
 
 class Scores:
@@ -47,8 +57,12 @@ class Scores:
     def __init__(self, view: View) -> None:
         self.view, self.requests = view, view.requests_of(view.own)
         self.totals = np.maximum(view.seq_lens, 0) // view.setting("compress_ratio")
+        check_reach(view, int(visible(view).max(initial=0)), cache_block_size(view))
+        # Entries of the future may have no block yet; those that a table cannot name are nobody's choice.
+        self.totals = np.minimum(self.totals, view.got("cmp_block_table").shape[1] * cache_block_size(view))
         self.longest = int(self.totals.max(initial=0))
-        self.index_q, self.weights = (view.own_rows(name).astype(np.float64) for name in ("index_q", "index_weights"))
+        self.index_q = view.own_queries("index_q", ("index_n_heads", "index_head_dim"))
+        self.weights = view.own_queries("index_weights", self.index_q.shape[1:2])
         self.dtype = view.settings.get("dtype", view.tensors["index_q"].dtype)
         self.cache: Any
         if "index_cache" in view.tensors:
@@ -56,6 +70,8 @@ class Scores:
         else:
             self.cache = QuantizedVectors(view.got("index_cache.values"), view.got("index_cache.scales"))
             self.dtype = "float32"
+        check_index_cache(self.cache, "float64", self.index_q.shape[2], "as the index queries")
+        self.num_slots = math.prod((self.cache if "index_cache" in view.tensors else self.cache.values).shape[:2])
         self.exact = self.of(self.index_q, self.weights)
         plain = self.plain() if self.dtype in ("bfloat16", "float16") or "index_cache" in view.tensors else self.exact
         self.noise = scoring_noise(self.exact, plain, self.dtype)
@@ -99,6 +115,7 @@ class Scores:
                 entries = np.arange(self.totals[request], dtype=np.int32)
                 if len(entries):
                     slots = slot_mapping(entries, np.full(len(entries), request, np.int32), table, size)
+                    check_slots(slots, self.num_slots, "cmp_block_table", "it leads outside of the index cache")
                     out[block, : len(entries)] = scored(block, slots)
         return out
 

@@ -14,6 +14,7 @@ from dsacp_npu.validation.reading import Item
 from dsacp_ref.config import SPLITS
 from dsacp_ref.extents import LocalExtents, local_extents, token_positions, token_requests
 from dsacp_ref.partition import Int32, Partition, local_token_indices, partition_tokens
+from dsacp_ref.spec import check_array
 
 __all__ = ["Array", "Place", "Skipped", "View", "other_layouts"]
 
@@ -132,7 +133,17 @@ class View:
 
     @cached_property
     def extents(self) -> LocalExtents:
-        """This rank's operator rows."""
+        """This rank's operator rows; without the pad rows at their end where the dump leaves these out."""
+        every = self.every_row
+        real = int(np.count_nonzero(every.request_indices >= 0))
+        for name, entries in (("seqused_kv", real), ("cu_seqlens_q", real + 1), ("request_indices", real)):
+            if name in self.tensors and len(self.tensors[name].array) == entries:
+                return LocalExtents(every.cu_seqlens_q[: real + 1], *(part[:real] for part in every[1:]))
+        return every
+
+    @property
+    def every_row(self) -> LocalExtents:
+        """This rank's operator rows, pad rows at the end."""
         return local_extents(
             self.query_start_loc,
             self.seq_lens,
@@ -163,6 +174,13 @@ class View:
         if len(array) == len(self.tokens):
             return array[self.tokens >= 0]
         return array
+
+    def own_queries(self, name: str, shape: tuple[int | str, ...]) -> Array:
+        """A tensor of one row an own query, once it is found to be of this shape; in float64."""
+        rows = self.own_rows(name)
+        rule = f"one row a query: {len(self.own)}, or {len(self.tokens)} with pad rows"
+        check_array(name, rows, (str(rows.dtype),), (len(self.own), *shape), rule)
+        return rows.astype(np.float64)
 
     # --- places ---
 

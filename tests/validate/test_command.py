@@ -169,6 +169,26 @@ def test_in_a_process_without_torch(paths: list[str]) -> None:
     assert " 0 differ" in result.stdout
 
 
+def test_numbers_that_json_has_not_are_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dumps = recorded(kind=CSA, cut=RANKS)
+    dumps[0]["out"][0], dumps[0]["lse"][0] = np.nan, -np.inf
+    _, out, _ = said(capsys, *map(str, written(tmp_path, dumps)), "--json")
+    told = json.loads(out, parse_constant=pytest.fail)
+    assert [finding["got"] for finding in told["findings"]] == ["nan", "-inf"]
+
+
+def test_a_terminal_is_told_where_a_long_comparison_is(
+    paths: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On stderr, and only there."""
+    monkeypatch.setattr("rich.console.Console.is_terminal", property(lambda console: console.stderr))
+    monkeypatch.setattr("dsacp_npu.commands.validate.PATIENCE", 0.0)
+    code, out, err = said(capsys, *paths)
+    assert code == 0
+    assert "comparing" in err
+    assert "comparing" not in out
+
+
 def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         command.main(["validate", "--help"])

@@ -167,6 +167,13 @@ QUERIES: dict[str, Case] = {
         ["row_a_request"],
         [0, 1],
     ),
+    "without graph padding": (
+        step([3, 4], [3, 4], "contiguous", num_input_tokens=12),
+        queries([0, 3, 4], [0, 0, 3]),
+        2,
+        ["graph_padding_ignored"],
+        [0, 1],
+    ),
     "another rank": (SHARED, queries([0, 3, 7], [0, 7, 7]), 2, ["wrong_rank"], [0, 1]),
     "A06: another size": (
         step([16], [16], "contiguous"),
@@ -239,6 +246,16 @@ def test_what_no_fault_gives_has_no_cause(tmp_path: Path) -> None:
     (finding,) = found(tmp_path, ZIGZAG, seqused([6, 8]), 2)
     assert (finding.index, finding.expected, finding.got, finding.causes) == ((1,), 9, 8, ())
     assert (finding.request, finding.token) == (0, 4)
+
+
+def test_pad_rows_of_operators_may_be_left_out(tmp_path: Path) -> None:
+    """Round robin over 4 ranks: 5 tokens and 3 pad rows, one of them on rank 1."""
+    batch = step([3, 2], [3, 9], "round_robin")
+    for extents, loc in (([2, 0], [0, 1, 1]), ([2], [0, 1])):
+        tensors = {1: {"seqused_kv": ints(*extents), "cu_seqlens_q": ints(*loc)}}
+        assert not found(tmp_path, batch, tensors, 4)
+    (finding,) = found(tmp_path, batch, {1: {"seqused_kv": ints(3)}}, 4)
+    assert kinds(finding) == ["global_key_length", "extent_not_reduced"]
 
 
 # --- the step itself ---

@@ -220,6 +220,15 @@ def global_seen(dump: Dump) -> np.ndarray:
     return choose(moved, seen)
 
 
+def unrotated(dump: Dump) -> np.ndarray:
+    """The choice by index queries that were not rotated: rotating is its own inverse."""
+    matrix = np.ones((1, 1))
+    while len(matrix) < dump["index_q"].shape[2]:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    plain_q = dump["index_q"] @ matrix / np.sqrt(len(matrix))
+    return choose(dump, seen, scores({**dump, "index_q": plain_q}))
+
+
 CHOICES: dict[str, tuple[Callable[[Dump], np.ndarray], tuple[str, ...]]] = {
     "A23": (lambda dump: choose(dump, lambda position: position // 4 + 1), ("own_unfinished_entry",)),
     "A24": (lambda dump: choose(dump, lambda position: 10**6), ("future_entries",)),
@@ -233,6 +242,7 @@ CHOICES: dict[str, tuple[Callable[[Dump], np.ndarray], tuple[str, ...]]] = {
     "A30": (lambda dump: shifted(dump, dump["topk_indices"] + 10**6), ("garbage_entries",)),
     "A25": (of_the_last, ("choices_of_one_query",)),
     "no relu": (lambda dump: choose(dump, seen, scores(dump, relu=False)), ("relu_missing",)),
+    "not rotated": (unrotated, ("query_not_rotated",)),
     "no sign": (lambda dump: choose(dump, seen, scores(dump, signed=False)), ("weights_unsigned",)),
     "worst": (lambda dump: choose(dump, seen, [-values for values in scores(dump)]), ("worst_chosen",)),
     "one short": (
@@ -403,6 +413,13 @@ def test_an_own_unfinished_entry(tmp_path: Path) -> None:
         total = dump["seq_lens"] // 8
         dump["out"] = attended(dump, entries=lambda p, r, c, total=total: range(min(p // 8 + 1, int(total[r]))))[0]
     assert_named(found(tmp_path, dumps), "attention", "own_unfinished_entry")
+
+
+def test_rows_that_are_shifted_by_one(tmp_path: Path) -> None:
+    dumps = right()
+    for dump in dumps:
+        dump["out"] = np.roll(dump["out"], 1, axis=0)
+    assert_named(found(tmp_path, dumps), "attention", "rows_of_neighbours")
 
 
 def test_nan_of_an_owner_without_keys(tmp_path: Path) -> None:
