@@ -69,7 +69,7 @@ def bars(
         axes.tick_params(axis="y", length=0)
         axes.spines["left"].set_visible(False)
         if len(parts) > 1:
-            figure.legend(loc="outside upper right", ncols=len(parts))
+            figure.legend(loc="outside lower right", ncols=len(parts))  # above, it would meet a long title
         figure.suptitle(title, x=0.01, ha="left")
     return figure
 

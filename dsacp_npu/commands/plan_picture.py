@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 
 from dsacp_npu import plots
-from dsacp_npu.commands.plan_table import PARTS, shown_of, words
+from dsacp_npu.commands.plan_table import PARTS, shown_of
 from dsacp_npu.planning.costs import Cost
 from dsacp_npu.planning.replay import Replay
+from dsacp_npu.planning.schemes import Scheme, engine_of
 
 
 def draw_plan(path: str, answer: Any, num_ranks: int) -> None:
@@ -17,13 +18,20 @@ def draw_plan(path: str, answer: Any, num_ranks: int) -> None:
     plan = answer.plan
     costs = [cost for cost in shown_of(plan) if plan.fits(cost)]
     figure = plots.bars(
-        [words(cost.scheme) for cost in costs],
+        [label_of(cost.scheme) for cost in costs],
         {part: [seconds_of(cost, part) for cost in costs] for part in PARTS},
         xlabel="seconds",
         title=f"{answer.planner.model.name}, {plan.batch.num_tokens:,} new tokens on {num_ranks} x {plan.chip.name}",
         number="{:.2f}",
     )
     plots.saved(figure, path)
+
+
+def label_of(scheme: Scheme) -> str:
+    """A scheme beside its bar: its engine, or all words in two lines, which leave the bars more room."""
+    if engine := engine_of(scheme):
+        return engine
+    return f"{scheme.topology}, {scheme.split}, {scheme.rows}\n{scheme.key_mode}, {scheme.output_mode}"
 
 
 def seconds_of(cost: Cost, part: str) -> float:
@@ -36,7 +44,7 @@ def draw_replay(path: str, replay: Replay) -> None:
     """The time of all steps under each scheme, and of the best for each."""
     order = np.argsort(replay.fixed, kind="stable")
     order = order[np.isfinite(replay.fixed[order])]
-    labels = ["best of each step", *(words(replay.schemes[index]) for index in order)]
+    labels = ["best of each step", *(label_of(replay.schemes[index]) for index in order)]
     values = [float(replay.best.sum()), *(float(replay.fixed[index]) for index in order)]
     title = f"{len(replay.tokens):,} steps, {int(replay.tokens.sum()):,} new tokens"
     plots.saved(plots.bars(labels, values, xlabel="seconds of all steps", title=title, number="{:,.0f}"), path)
