@@ -136,9 +136,10 @@ class View:
         """This rank's operator rows; without the pad rows at their end where the dump leaves these out."""
         every = self.every_row
         real = int(np.count_nonzero(every.request_indices >= 0))
-        for name, entries in (("seqused_kv", real), ("cu_seqlens_q", real + 1), ("request_indices", real)):
-            if name in self.tensors and len(self.tensors[name].array) == entries:
-                return LocalExtents(every.cu_seqlens_q[: real + 1], *(part[:real] for part in every[1:]))
+        entries = {"seqused_kv": real, "cu_seqlens_q": real + 1, "request_indices": real}
+        lengths = {name: len(self.tensors[name].array) for name in entries if name in self.tensors}
+        if lengths and all(entries[name] == length for name, length in lengths.items()):
+            return LocalExtents(every.cu_seqlens_q[: real + 1], *(part[:real] for part in every[1:]))
         return every
 
     @property

@@ -21,9 +21,9 @@ PLAIN_MODULES = {"dsacp_ref.spec", "dsacp_ref.config", "dsacp_ref.mla_config", "
 
 # What is beyond the mirror and made for model code.
 PLAIN_WORDS = {"name", "tensor", "tensors", "shape", "shapes", "index", "other", "slot", "steps", "tokens", "by_ratio"}
-PLAIN_WORDS |= {"kind", "fixed", "geometry"}
+PLAIN_WORDS |= {"kind", "fixed", "geometry", "path"}
 MODULE_PARTS = ("parallel", "caches", "loading", "step", "module", "rows", "drafts")
-MODULE_PARTS += ("mla_caches", "mla_step", "mla_module")
+MODULE_PARTS += ("mla_caches", "mla_step", "mla_module", "record")
 
 pytestmark = pytest.mark.skipif(
     not GLOSSARY.exists(), reason="docs/ is missing: the tests run beside an installed wheel"
