@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 test: setup ## everything that needs no device: laws, oracles, transformers, notebooks, doctests (minutes on 2 cores)
 	$(PYTEST)
 
-test-fast: setup ## the same with few examples and without the slow ones (under a minute)
+test-fast: setup ## the same with few examples and without the slow ones
 	$(PYTEST) --hypothesis-profile=dev -m 'not slow'
 
 test-wheel: setup ## build the wheel and run the tests against it, away from the checkout

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
+from dsacp_npu.planning.chips import presets
+from dsacp_npu.planning.models import PRESETS
 from dsacp_ref.config import SPLITS
 from dsacp_ref.extents import EMPTY_EXTENTS
 
 SHELLS = ("bash", "zsh")
 # What an option can be completed with that takes more than these words, so that they are no choices; and what stands
 # for a file in a help.
-WORDS = {"split": SPLITS, "empty_extent": EMPTY_EXTENTS}
+WORDS = {"split": SPLITS, "empty_extent": EMPTY_EXTENTS, "model": PRESETS, "config": PRESETS[:2]}
 FILES = ("FILE", "DUMP")
 
 EXAMPLES = """\
@@ -45,13 +47,14 @@ def script(shell: str) -> str:
         raise ImportError("completion is made by shtab; pip install shtab") from error
     from dsacp_npu.__main__ import COMMANDS, parser
 
+    words = WORDS | {"chip": tuple(presets())}
     top = parser(COMMANDS)
     top.prog = "dsacp"
     for action in actions_of(top):
         if action.metavar in FILES:
             action.complete = shtab.FILE  # type: ignore[attr-defined]
-        elif action.choices is None and action.dest in WORDS:
-            action.choices = WORDS[action.dest]
+        elif action.choices is None and action.dest in words:
+            action.choices = words[action.dest]
     found: str = shtab.complete(top, shell)
     return found
 

@@ -273,6 +273,10 @@ def test_bash_completes_commands_options_choices_and_files(tmp_path: Path) -> No
     assert completed("dsacp explain --empty-extent p", tmp_path) == ["prefix"]
     assert completed("dsacp parity --backend ", tmp_path) == ["torch", "cann"]
     assert completed("dsacp parity --trace req", tmp_path) == ["requests.csv"]
+    assert completed("dsacp plan --chip 910", tmp_path) == ["910b3", "910c"]
+    assert completed("dsacp plan --model v4-f", tmp_path) == ["v4-flash"]
+    assert completed("dsacp validate --config v4-", tmp_path) == ["v4-flash", "v4-pro"]
+    assert completed("dsacp validate req", tmp_path) == ["requests.csv"]
     assert completed("dsacp bench --only torch-s", tmp_path) == ["torch-swap"]
 
 
