@@ -204,17 +204,20 @@ def checked_settings(settings: dict[str, Any], ranks: Sequence[int]) -> dict[str
 def converted(tensors: dict[str, Item], settings: Mapping[str, Any], notes: list[str]) -> dict[str, Item]:
     """The tensors as the schema means them: spellings turned into ours, dtypes and numbers of axes checked."""
     found: dict[str, Item] = {}
+    seconds: dict[str, NDArray[Any]] = {}
     wide: list[str] = []
     for key, item in tensors.items():
         if key in SECOND:
-            if SECOND[key] not in {other.word for other in tensors.values()}:
+            first = next((name for name, other in tensors.items() if other.word == SECOND[key]), None)
+            if first is None:
                 raise contract_error(key, f"stand beside {SECOND[key]}", "it alone", item.place)
+            seconds[key] = typed(first, item, wide).array
             continue
         found[key] = typed(key, item, wide)
     for key, item in sorted(found.items(), key=lambda pair: pair[1].word in NEED_OTHERS):
         if item.word in CONVERTED:
             check_axes(key, item)
-            others = {other.word: other.array for other in tensors.values()} | {k: v.array for k, v in found.items()}
+            others = seconds | {name: other.array for name, other in found.items()}
             found[key] = replace(item, array=CONVERTED[item.word](item, others))
             notes.append(f"{key}: read from {item.word} by its rule")
         if key == "slot_mapping" and item.array.ndim == 2 and item.array.shape[1] == 2:
@@ -277,7 +280,7 @@ Others = Mapping[str, NDArray[Any]]
 def with_leading_zero(item: Item, others: Others) -> NDArray[np.int32]:
     """Offsets of an operator that may leave the leading 0 out: there, if there is one more of them than extents."""
     extents = others.get("seqused_kv")
-    if extents is not None and len(item.array) == len(extents) + 1:
+    if extents is not None and extents.shape == (len(item.array) - 1,):
         return item.array
     return np.concatenate([[0], item.array]).astype(np.int32)
 
@@ -299,7 +302,7 @@ NEED_OTHERS = ("actual_seq_lengths_query", "out_cache_loc")
 def with_pads_of_zero(item: Item, others: Others) -> NDArray[np.int32]:
     """Slots of an engine whose slot 0 is nobody's: behind the last token it is -1."""
     loc = others.get("query_start_loc")
-    if loc is None or len(loc) == 0:
+    if loc is None or loc.ndim != 1 or len(loc) == 0:
         return item.array
     array = item.array.copy()
     pads = array[int(loc[-1]) :]

@@ -183,6 +183,18 @@ REFUSALS: dict[str, tuple[list[dict[str, Any]], str]] = {
         [{"kv_len_prev_tensor": ints(1)}],
         "kv_len_prev_tensor must stand beside kv_len_next_tensor, got it",
     ),
+    "half of floats": (
+        [{"kv_len_prev_tensor": ints(1), "kv_len_next_tensor": np.ones(1)}],
+        "seqused_kv must have dtype int32, got float64; kv_len_next_tensor in 0.npz",
+    ),
+    "no axis": (
+        [{"actual_seq_lengths_query": ints(1), "seqused_kv": np.int32(3)}],
+        "seqused_kv must have shape [rows]",
+    ),
+    "no axis beside slots": (
+        [{"out_cache_loc": ints(1), "query_start_loc": np.int32(3)}],
+        "query_start_loc must have shape [num_reqs + 1], got []",
+    ),
     "halves": (
         [{"kv_len_prev_tensor": ints(1), "kv_len_next_tensor": ints(1, 2)}],
         "kv_len_next_tensor must have shape [1], got [2]",
