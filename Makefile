@@ -28,8 +28,8 @@ $(STAMP): pyproject.toml constraints.txt
 test: setup ## everything that needs no device: laws, oracles, transformers, notebooks, doctests (minutes on 2 cores)
 	$(PYTEST)
 
-test-fast: setup ## the same with few examples and without the slow ones
-	$(PYTEST) --hypothesis-profile=dev -m 'not slow'
+test-fast: setup ## the same in two minutes: few examples, one process, without what is slow
+	$(PYTEST) --hypothesis-profile=fast -m 'not slow'
 
 test-wheel: setup ## build the wheel and run the tests against it, away from the checkout
 	tests/wheel.sh

@@ -159,6 +159,7 @@ def test_a_fork_shares_blocks_and_copies_the_cut_one() -> None:
 # --- cells ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ratio", [1, 4, 128])
 @pytest.mark.parametrize("name", list(PLANS))
 def test_cells_agree_with_one_device_and_with_transformers(name: str, ratio: int) -> None:

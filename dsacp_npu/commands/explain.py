@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from dsacp_npu import plots
-from dsacp_npu._drawing import checked_path
+from dsacp_npu.plots._drawing import checked_path
 from dsacp_ref.__main__ import add_arguments as add_shared_arguments
 from dsacp_ref.__main__ import batch_of
 from dsacp_ref.__main__ import run as show

@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
         name = "--alone" if args.alone else "--step-tokens"
         raise contract_error(name, "stand with --trace", "--query-lens", "a batch is one step")
     if args.plot is not None:
-        from dsacp_npu._drawing import checked_path
+        from dsacp_npu.plots._drawing import checked_path
 
         checked_path(args.plot, "--plot")
     planner = Planner(model_of(args.model), chip_of(args.chip), args.precision)

@@ -193,6 +193,7 @@ def chunks_of(draw: st.DrawFn) -> list[list[int]]:
     return [first, *rest]
 
 
+@pytest.mark.slow
 @fewer(15)
 @given(seed=seeds, chunks=chunks_of())
 def test_attention_layer_on_the_emulator(seed: int, chunks: list[list[int]]) -> None:
@@ -201,6 +202,7 @@ def test_attention_layer_on_the_emulator(seed: int, chunks: list[list[int]]) -> 
         run_beside(world, chunks, lambda *args: [])
 
 
+@pytest.mark.slow
 @fewer(15)
 @given(seed=seeds, chunks=chunks_of())
 def test_layer_over_ranks_on_the_emulator(seed: int, chunks: list[list[int]]) -> None:

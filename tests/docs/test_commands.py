@@ -190,6 +190,7 @@ def test_without_a_library_it_says_how_to_get_it(words: str, missing: str, due: 
 # --- progress, and silence ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", ["doctor", "mirror", "bench --only core --tokens 128 --repeats 1"])
 def test_into_a_pipe_go_results_and_nothing_else(words: str) -> None:
     done = fresh("import sys\nfrom dsacp_npu.__main__ import main\nsys.exit(main())", *words.split())

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsacp_npu import plots
-from dsacp_npu._drawing import luminance, rgb
-from dsacp_npu._partition_picture import MOST_RANKS
-from dsacp_npu._partition_rows import keys_seen
+from dsacp_npu.plots._drawing import luminance, rgb
+from dsacp_npu.plots._partition_picture import MOST_RANKS
+from dsacp_npu.plots._partition_rows import keys_seen
 from dsacp_ref import ContractError, entry_mask, local_extents, visible_entries, window_mask
 from tests import strategies
 from tests.oracles import splits as oracle

@@ -288,6 +288,7 @@ CASES = [(size, plan, "eager") for size in SIZES for plan in (PLANS if size in (
 CASES += [("tiny", "ragged", "sdpa"), ("real", "one shot", "sdpa")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size, plan, attention", CASES)
 def test_transformers_agrees(size: str, plan: str, attention: str) -> None:
     rows, their = theirs(size, plan, attention)
@@ -509,6 +510,7 @@ def test_nothing_broken_moves_nothing(size: str) -> None:
     assert max(moved(ours(world_like(size, rows)), their).values()) < NOISE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", ["tiny", "real"])
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_broken_detail_is_seen(name: str, size: str, monkeypatch: pytest.MonkeyPatch) -> None:

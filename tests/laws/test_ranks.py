@@ -91,6 +91,7 @@ def refusal(cut: Cut, ratio: int, num_heads: int, o_groups: int) -> str | None:
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"ratio{kind.ratio}")
 @pytest.mark.parametrize("split", [*POOLING_SPLITS, "round_robin", "round_robin_page(4)", "round_robin_page(8)"])
 def test_every_combination_works_or_is_refused_by_name(kind: Kind, split: str) -> None:

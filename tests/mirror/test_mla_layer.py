@@ -373,6 +373,7 @@ def test_mla_attention_layer_runs_without_values(codes: dict[str, bool], way: st
     assert_runs_without_values("mla_layer", way, call)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept_keys", ["all", "own"])
 @every_cache
 def test_ranks_run_on_a_device_without_values(codes: dict[str, bool], kept_keys: str) -> None:

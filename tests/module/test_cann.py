@@ -187,6 +187,7 @@ def told(ranks: Ranks, model: Model, ways: Sequence[Mapping[str, Any]], w8a8: bo
     return stories
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize("w8a8", [False, True])
 def test_two_ranks_on_the_operators(w8a8: bool) -> None:

@@ -140,6 +140,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "drafts"), [(2, (1, 2, 3, 3)), (4, (3, 3, 1, 2))])
 def test_processes_say_what_one_device_says(size: int, drafts: tuple[int, ...]) -> None:
     names = ("prefill_cp_mode", "dsa_cp_rows", "dsa_cp_key_mode", "dsa_cp_output_mode")

@@ -309,6 +309,7 @@ def test_values_that_cannot_be_read_change_no_number() -> None:
             assert_double(mine.numpy(), due.numpy())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer_idx", [0, 1, 2])
 @pytest.mark.parametrize("built", [{}, {"w8a8": True}], ids=["float", "int8"])
 def test_one_compilation_serves_a_decode_story(layer_idx: int, built: Mapping[str, Any]) -> None:

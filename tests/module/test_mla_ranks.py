@@ -66,6 +66,7 @@ def assert_collectives(told: list[list[Told]], rows: str) -> None:
             assert step.collectives == [due, due]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_both_modes_with_rows_full_and_scattered(size: int) -> None:
     """Several requests, chunks, prefix hits, decode after prefill, tokens taken back; with pad rows and without."""
@@ -81,6 +82,7 @@ def test_both_modes_with_rows_full_and_scattered(size: int) -> None:
         assert_collectives(told, way["dsa_cp_rows"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codes", [{"fp8": True}, {"int8_index_cache": True}], ids=str)
 def test_coded_caches(codes: dict[str, bool]) -> None:
     """Rows travel as they are kept, so that all ranks and one device keep the same codes."""
@@ -91,6 +93,7 @@ def test_coded_caches(codes: dict[str, bool]) -> None:
         assert_collectives(told, way["dsa_cp_rows"])
 
 
+@pytest.mark.slow
 def test_the_other_rules_over_three_processes() -> None:
     """No rule is special to this model; three ranks do not divide three heads' anything."""
     model = model_of(6, LENGTHS, prefixes=PREFIXES)
@@ -189,6 +192,7 @@ def test_a_given_selection_is_split_as_its_tokens() -> None:
 # --- a model around the layers ---
 
 
+@pytest.mark.slow
 def test_a_model_on_own_rows_gives_what_one_device_gives() -> None:
     """Norms, residual and experts on own rows; experts whole and split; the end gathered, or the last rows alone."""
     lengths = {"a": 19, "b": 7}

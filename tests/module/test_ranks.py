@@ -42,6 +42,7 @@ def stories_of(size: int, model: Model, stories: list[tuple[Any, ...]], grid: An
     return [[rank[i] for rank in found] for i in range(len(stories))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_mode(size: int) -> None:
     model = model_of(size, LENGTHS)
@@ -69,6 +70,7 @@ def test_padded_streams_and_mixed_off() -> None:
     assert [step.splits for step in told[1][0]] == [True, False, True, False, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_steps_by_heads_are_bitwise_what_a_module_with_the_switch_off_gives(output: str) -> None:
     """Decode, and prefill that does not use context parallelism. So are the caches that a split step leaves."""
@@ -98,6 +100,7 @@ def test_on_against_off_in_bfloat16() -> None:
             assert np.linalg.norm(got - want) < 1e-2 * np.linalg.norm(want)
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_divide_the_heads() -> None:
     """Three ranks, four heads, two groups: weights are gathered, or whole, in decode as well."""
     model = model_of(5, LENGTHS, SMALL)
@@ -106,6 +109,7 @@ def test_ranks_that_do_not_divide_the_heads() -> None:
         assert_told(told, model, STEPS, str(way))
 
 
+@pytest.mark.slow
 def test_independent_groups(tmp_path: Path) -> None:
     """Merged xLLM: two CP groups of two across two TP groups of two, the switch off."""
     model = model_of(6, LENGTHS)

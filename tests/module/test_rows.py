@@ -66,6 +66,7 @@ def whole(blocks: Blocks) -> dict[str, np.ndarray]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_model_on_own_rows_gives_what_one_device_gives(size: int) -> None:

@@ -187,6 +187,7 @@ ON = {"enable_dsa_cp": True}
 WHOLE_ROWS = {"all_to_all": False, "gather_weight": True, "replicated_weight": True}
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("processes")
 def test_over_ranks_each_mode_equals_its_plain_layer() -> None:
     """Split steps and decode by heads: rows that carry all groups are coded whole, others by the rank's own groups."""
@@ -234,6 +235,7 @@ def test_pad_rows_may_hold_anything() -> None:
                     assert not mine[~real].any()
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("processes")
 def test_steps_by_heads_are_bitwise_what_a_module_with_the_switch_off_gives() -> None:
     model = model_for_codes(4)

@@ -73,6 +73,7 @@ def test_what_does_not_fit_is_never_chosen() -> None:
 # --- where one way overtakes another ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["w8a8", "bf16"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_weights_overtake_heads_where_every_length_says_so(ranks: int, precision: str) -> None:
@@ -118,6 +119,7 @@ def test_there_is_no_break_even_where_heads_cannot_be_exchanged() -> None:
     assert break_even(latent, Scheme(8, 1, "zigzag", "scattered", "gather_kv", "replicated_weight")) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_splitting_pays_from_where_every_length_says_so(ranks: int) -> None:
     planner = Planner(MODEL, SLOW)

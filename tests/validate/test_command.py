@@ -104,11 +104,11 @@ def test_every_kind_of_number_is_plain_json(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["missing.npz"], "No such file"),
+        (["missing.npz"], "no file or folder"),
         (["--set", "colour=1"], "--set must be NAME=VALUE with a name of cp_size"),
         (["--set", "block_size=x"], "block_size must be a value of type int, got 'x'"),
         (["--split", "zigzig"], "split must be one of"),
-        (["--config", "missing.json"], "No such file"),
+        (["--config", "missing.json"], "no file or folder"),
     ],
 )
 def test_calls_that_cannot_work(

@@ -38,6 +38,7 @@ def assert_right(report: Report) -> None:
     assert {result.rank for result in report.results if result.status == "right"} == {r.rank for r in report.results}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [WINDOW, CSA, HCA], ids=lambda kind: f"ratio {kind.ratio}")
 @pytest.mark.parametrize("cut", CUTS, ids=lambda cut: f"{cut.split} {cut.key_mode} {cut.output_mode}")
 def test_every_way_to_cut(tmp_path: Path, kind: Kind, cut: Cut) -> None:

@@ -16,10 +16,10 @@ Colours go from light to dark with the rank and change between warm and cool, so
 lose them; still, a number, label, hatch or marker says everything that a colour says.
 """
 
-from dsacp_npu._charts import bars, heat_map, lines
-from dsacp_npu._drawing import INK, MUTED, PALETTE, PAPER, canvas, rank_colors, saved, style, text_color
-from dsacp_npu._partition_picture import partition_picture, splits_picture
-from dsacp_npu._partition_rows import PictureRows, picture_rows, visibility
+from dsacp_npu.plots._charts import bars, heat_map, lines
+from dsacp_npu.plots._drawing import INK, MUTED, PALETTE, PAPER, canvas, rank_colors, saved, style, text_color
+from dsacp_npu.plots._partition_picture import partition_picture, splits_picture
+from dsacp_npu.plots._partition_rows import PictureRows, picture_rows, visibility
 
 __all__ = [
     "INK",

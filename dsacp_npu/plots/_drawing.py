@@ -14,7 +14,7 @@ from dsacp_ref.spec import check_int, contract_error
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from dsacp_npu._canvas import Canvas
+    from dsacp_npu.plots._canvas import Canvas
 
 # CIELAB lightness 90, 80, 70, 60, 50, 40, 28, 12; warm and cool in turn.
 PALETTE = ("#f6e46d", "#62d4fc", "#e59c3b", "#0c9eba", "#c65235", "#0960a6", "#6b295d", "#14212a")
@@ -40,7 +40,7 @@ def style() -> AbstractContextManager[Any]:
 def drawing() -> Any:
     """The module that needs matplotlib."""
     try:
-        from dsacp_npu import _canvas
+        from dsacp_npu.plots import _canvas
     except ModuleNotFoundError as error:
         raise ImportError(f"pictures are drawn with matplotlib ({error}); pip install 'dsacp[plot]'") from error
     return _canvas

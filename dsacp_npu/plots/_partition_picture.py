@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dsacp_npu._drawing import canvas, style
-from dsacp_npu._partition_panels import MOST_BOXES, draw_entries, draw_keys, draw_shares, draw_strip, draw_work
-from dsacp_npu._partition_rows import Int32, PictureRows, keys_seen, picture_rows
+from dsacp_npu.plots._drawing import canvas, style
+from dsacp_npu.plots._partition_panels import MOST_BOXES, draw_entries, draw_keys, draw_shares, draw_strip, draw_work
+from dsacp_npu.plots._partition_rows import Int32, PictureRows, keys_seen, picture_rows
 from dsacp_ref.config import split_rule
 from dsacp_ref.extents import check_batch
 from dsacp_ref.partition import checked_ranks

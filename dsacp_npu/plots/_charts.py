@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dsacp_npu._drawing import INK, PALETTE, PAPER, canvas, style
+from dsacp_npu.plots._drawing import INK, PALETTE, PAPER, canvas, style
 from dsacp_ref.spec import check_choice, contract_error
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dsacp_npu._drawing import INK, MUTED, PAPER, rank_colors, rgb, text_color
-from dsacp_npu._partition_rows import Int32, PictureRows, visibility
+from dsacp_npu.plots._drawing import INK, MUTED, PAPER, rank_colors, rgb, text_color
+from dsacp_npu.plots._partition_rows import Int32, PictureRows, visibility
 from dsacp_ref.visibility import visible_entries
 
 if TYPE_CHECKING:
