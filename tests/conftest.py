@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -18,19 +19,12 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile("dev", parent=settings.get_profile("ci"), max_examples=25)
-settings.register_profile("fast", parent=settings.get_profile("ci"), max_examples=8)
+settings.register_profile("fast", parent=settings.get_profile("ci"), max_examples=3)
 settings.register_profile("deep", parent=settings.get_profile("ci"), max_examples=2000, derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 # Slow as a whole: processes, whole models of others, the tables of parity and of benchmarks.
-SLOW = (
-    "distributed",
-    "integrations",
-    "test_parity_backends.py",
-    "test_parity_v32.py",
-    "test_bench.py",
-    "test_bench_swap.py",
-)
+SLOW = re.compile(r"distributed/.*|integrations/.*|module/test_(mla_)?ranks\.py|test_(parity|bench|counted)\w*\.py")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
@@ -38,6 +32,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks what is slow by its place, and what traces a function once more, on tensors without values."""
     here = Path(__file__).parent
     for item in items:
-        place = item.path.relative_to(here).parts[0] if item.path.is_relative_to(here) else ""
-        if place in SLOW or "without_values" in item.name:
+        place = item.path.relative_to(here).as_posix() if item.path.is_relative_to(here) else ""
+        if SLOW.fullmatch(place) or "without_values" in item.name:
             item.add_marker(pytest.mark.slow)

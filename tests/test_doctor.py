@@ -143,6 +143,7 @@ def doctor_after(program: str, folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_device_package_that_fails_is_told_not_fatal(tmp_path) -> None:
     """Also where torch would load it by itself, as the real one asks for."""
     (tmp_path / "torch_npu").mkdir()

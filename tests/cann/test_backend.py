@@ -146,6 +146,7 @@ def test_an_operator_without_the_argument_does_not_count() -> None:
             _operators.operator("npu_quant_lightning_indexer", needing="cmp_ratio")
 
 
+@pytest.mark.slow
 def test_importing_and_asking_loads_no_device_package() -> None:
     program = """
 import os, sys

@@ -103,6 +103,7 @@ def test_the_raster_of_a_small_picture_is_its_cells() -> None:
     assert (pale > 0.5).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lengths, cp_size, split",
     [([100_000], 64, "round_robin"), ([60_000, 40_000], 512, "zigzag"), ([1] * 500, 12, "contiguous")],

@@ -92,6 +92,7 @@ def test_inert_where_an_operator_exists() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ["torch_npu", "vllm_ascend"])
 def test_inert_where_a_library_can_be_imported_and_does_not_import_it(package: str, tmp_path: object) -> None:
     """Its schemas come when it loads; ours would then stand in their way."""

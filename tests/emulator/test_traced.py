@@ -132,6 +132,7 @@ def test_without_values(name: str, way: str) -> None:
     } <= {device}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_compiled(name: str) -> None:
     """PyTorch cannot compile an operator whose schema returns its own argument: that one is left out of the graph."""

@@ -177,6 +177,7 @@ def test_ranks_equal_one_device(case: Case, idle: list[int], data: st.DataObject
         assert_same_run(run_stack(stack, steps, stack_over_ranks(stack, cut, experts), idle), due, cut.cp_size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("split", EVERY_SPLIT)
 def test_every_rule_and_group_with_prefixes_and_empty_requests(split: str, cp_size: int) -> None:

@@ -112,6 +112,7 @@ def test_every_combination_works_or_is_refused_by_name(kind: Kind, split: str) -
                             run(world, steps, over_ranks(world, cut))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key_mode", ["replicate", "gather_kv", "gather_compressed"])
 @pytest.mark.parametrize("cp_size", [2, 5, 8])
 def test_three_tokens_over_more_ranks(cp_size: int, key_mode: str) -> None:

@@ -222,6 +222,7 @@ assert not heavy & set(sys.modules), heavy & set(sys.modules)
 """)
 
 
+@pytest.mark.slow
 def test_a_twin_loads_nothing_of_the_reference_but_words() -> None:
     in_a_fresh_process(f"""
 import sys

@@ -193,6 +193,7 @@ def tensors_of(step: StepMetadata) -> list[torch.Tensor]:
     return [tensor for part in vars(step).values() for tensor in tensors_in(part)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", ["full", "scattered"])
 def test_queries_of_a_draft_are_counted_on_the_rank(rows: str) -> None:
     """xLLM#1997: 2 requests of 4 tokens over 2 ranks, kv 9 and 6; the last offset is at most the rank's rows."""
@@ -214,6 +215,7 @@ def test_queries_of_a_draft_are_counted_on_the_rank(rows: str) -> None:
             assert (local.splits, local.seqused_kv) == (False, [9 + i, 6 + i])
 
 
+@pytest.mark.slow
 def test_rows_and_positions_are_equally_many() -> None:
     """sglang#19367: round robin, 4 ranks, 8 tokens; rank 3 has positions 3 and 7, in the draft as in the target."""
     options = {
@@ -275,6 +277,7 @@ HANDED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HANDED)
 def test_hidden_rows_come_to_the_tokens_they_were_made_of(name: str) -> None:
     pair, new_tokens, tokens, unmoved = HANDED[name]
@@ -287,6 +290,7 @@ def test_hidden_rows_come_to_the_tokens_they_were_made_of(name: str) -> None:
         assert rank.everywhere == [[token + 1.0] * 2 for token in asked]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "num_rows"), [(scattered("contiguous"), 4), (ON, 8)])
 def test_rows_of_a_padded_step_fit_as_they_are(options: dict[str, Any], num_rows: int) -> None:
     args = ((options,) * 2, ({"a": 3, "b": 2},) * 2, None, [4], 3)
@@ -301,6 +305,7 @@ def test_rows_of_a_padded_step_fit_as_they_are(options: dict[str, Any], num_rows
         assert rank.rows == [[made_of.get(token, 0.0)] * 2 for token in rank.tokens]
 
 
+@pytest.mark.slow
 def test_the_head_finds_the_last_row_of_every_request() -> None:
     """xLLM cp_input_partition: padded zigzag, 2 ranks, lengths 5 and 8; token 12 is row 7 of rank 0, not 5."""
     partition = partition_tokens(int32(0, 5, 13), 2, split="zigzag_padded")
@@ -451,6 +456,7 @@ def test_rows_for_other_tokens_are_refused() -> None:
         rows_everywhere(rows, source, parallel, int32(0).to("meta"))
 
 
+@pytest.mark.slow
 def test_another_group_than_the_steps_is_refused() -> None:
     text = "ContractError: parallel must have the 2 ranks that the step is split over, got {}; hand in the Parallel"
     for told in run(2, "tests.module.draft_work:refused_groups", [(scattered("zigzag"), [1, 4])] * 2):

@@ -210,6 +210,7 @@ def test_over_ranks_each_mode_equals_its_plain_layer() -> None:
             assert_rows(story, wanted, str(way))
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("processes")
 def test_pad_rows_may_hold_anything() -> None:
     """They are NaN here, which has no code: a CPU refused them, on one rank while the others waited for it."""

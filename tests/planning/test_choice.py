@@ -31,6 +31,7 @@ BATCHES = [([1], [0]), ([300], [0]), ([260, 9, 40], [0, 200, 3]), ([5, 131], [10
 # --- the cheapest of all ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 4, 6])
 @pytest.mark.parametrize("lengths, computed", BATCHES)
 @pytest.mark.parametrize("precision", ["w4a8", "bf16"])

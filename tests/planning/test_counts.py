@@ -81,6 +81,7 @@ def test_rows_are_those_of_the_partition(split: str, batch: Any, cp_size: int) -
     assert shares.tokens.tolist() == [int((tokens >= 0).sum()) for tokens in partition.token_indices]
 
 
+@pytest.mark.slow
 @each_split
 @each_ratio
 @given(batches(), st.integers(1, 5))

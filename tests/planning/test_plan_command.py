@@ -118,6 +118,7 @@ def test_ranks_that_no_head_divides_still_split_tokens(capsys: pytest.CaptureFix
     assert "x TP" in printed(capsys, "--query-lens 8k --ranks 7 --chip h200")
 
 
+@pytest.mark.slow
 def test_a_picture_is_drawn(tmp_path: Path, trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, line in {"plan.png": "--query-lens 32k", "replay.svg": f"--trace {trace}"}.items():
         printed(capsys, f"{line} --plot {tmp_path / name}")
@@ -134,6 +135,7 @@ def test_planning_needs_no_torch() -> None:
 # --- a trace ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [SMALL_TRACE, MOONCAKE], ids=["csv", "mooncake"])
 def test_a_trace_is_planned_step_by_step(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace"
