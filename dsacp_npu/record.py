@@ -31,7 +31,7 @@ from dsacp_npu.layer import check_lists, kept_weights, planned_step
 from dsacp_npu.module import DSAttention
 from dsacp_npu.quant import QuantizedVectors
 from dsacp_npu.step import StepMetadata
-from dsacp_npu.validation.schema import SETTINGS, TENSORS
+from dsacp_npu.validation.schema import SETTINGS, TENSORS, rope_settings
 from dsacp_ref.config import AttentionConfig
 from dsacp_ref.spec import check_record, contract_error
 
@@ -266,13 +266,7 @@ def common_tensors(geometry: Geometry, kind: Kind, recorder: Recorder, dtype: st
     found: Tensors = {
         "compress_ratio": kind.ratio,
         "dtype": dtype,
-        "rope_head_dim": config.rope_head_dim,
-        "rope_theta": float(config.rope_theta),
-        "compress_rope_theta": float(config.compress_rope_theta),
-        "rope_factor": float(config.rope_factor),
-        "rope_beta_fast": float(config.rope_beta_fast),
-        "rope_beta_slow": float(config.rope_beta_slow),
-        "rope_original_max_position": config.rope_original_max_position,
+        **rope_settings(config),
         "query_start_loc": loc,
         "seq_lens": lens,
         "num_computed_tokens": lens - np.diff(loc),

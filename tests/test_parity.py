@@ -17,13 +17,14 @@ import pytest
 
 from dsacp_npu.__main__ import main
 from dsacp_npu.commands import outside, parity, parity_cells, parity_geometry, parity_trace
-from dsacp_npu.commands.parity_cells import SYSTEMS, Cell, all_cells, covering_set, parsed_cell, refusals
+from dsacp_npu.commands.parity_cells import Cell, all_cells, covering_set, parsed_cell, refusals
 from dsacp_npu.commands.parity_compare import MismatchError, error_of, scoring_noise, swapped_rows
 from dsacp_npu.commands.parity_geometry import geometry
 from dsacp_npu.commands.parity_results import FAIL, OK, REFUSED, cell_result, device_result
 from dsacp_npu.commands.parity_runs import CONFIG, Reference, reference
 from dsacp_npu.commands.parity_scenarios import PLANS, is_slot, scenario, totals
 from dsacp_npu.commands.parity_trace import Request, drawn_steps, requests_of, service
+from dsacp_npu.planning.schemes import ENGINES
 from dsacp_ref import layer
 from dsacp_ref.config import check_combination
 from dsacp_ref.spec import ContractError, UnsupportedError
@@ -70,7 +71,7 @@ def test_every_two_legal_values_meet_in_the_covering_set() -> None:
     assert len(set(chosen)) == len(chosen)
     assert chosen == covering_set(scenarios, 0) != covering_set(scenarios, 1)
     ways = {(cell.ratio, cell[2:6]) for cell in chosen}
-    assert ways >= set(product((1, 4, 128), SYSTEMS.values()))
+    assert ways >= set(product((1, 4, 128), ENGINES.values()))
 
 
 def test_every_kind_of_refusal_is_in_the_covering_set() -> None:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dsacp_npu.planning import schemes
 from dsacp_ref.config import split_rule
 from dsacp_ref.spec import ContractError, check_choice, check_int, contract_error
 
@@ -26,31 +27,13 @@ NUM_HEADS = 48  # all rank counts below but 5 divide heads and groups; two heads
 O_GROUPS = 24
 
 # Pages of 128 hold whole windows of both ratios, pages of 8 those of ratio 4, pages of 6 of neither.
-SPLITS = (
-    "contiguous",
-    "contiguous_request",
-    "zigzag",
-    "zigzag_ceil",
-    "zigzag_padded",
-    "round_robin",
-    "round_robin_page(128)",
-    "round_robin_page(8)",
-    "round_robin_page(6)",
-)
+SPLITS = (*schemes.SPLITS, "round_robin_page(8)", "round_robin_page(6)")
 RATIOS = (1, 4, 128)
 RANKS = (1, 2, 3, 4, 8, 5)
 ROWS = ("full", "scattered")
 KEYS = ("replicate", "gather_hidden", "gather_kv", "gather_compressed")
-OUTPUTS = ("all_to_all", "gather_weight", "replicated_weight")
+OUTPUTS = schemes.OUTPUT_MODES
 
-# Split, rows, keys and output as public systems have them; they are in the covering set at every ratio.
-SYSTEMS = {
-    "xLLM #1997, vllm-ascend decode": ("contiguous", "full", "replicate", "all_to_all"),
-    "vllm-ascend prefill": ("contiguous", "full", "replicate", "gather_weight"),
-    "xLLM #2097": ("contiguous_request", "scattered", "gather_hidden", "replicated_weight"),
-    "SGLang in-seq-split": ("zigzag", "scattered", "gather_kv", "replicated_weight"),
-    "SGLang round-robin-split": ("round_robin", "scattered", "gather_kv", "replicated_weight"),
-}
 REFUSED_OF_EACH = 5  # cells of every kind of refusal in the covering set; 1 in the short one
 
 # What the short form has of them, and what of the operators is refused by any split alike.
@@ -174,7 +157,7 @@ def all_cells(scenarios: Sequence[str], backend: str = "numpy", *, short: bool =
 
 
 def covering_set(scenarios: Sequence[str], seed: int, backend: str = "numpy", *, short: bool = False) -> list[Cell]:
-    """Few cells in which every legal pair of values meets, what `SYSTEMS` do, and some of every kind of refusal.
+    """Few cells in which every legal pair of values meets, the ways of engines, and some of every kind of refusal.
 
     Greedy: the cell with most new meetings is next; the seed decides between equals.
     """
@@ -185,7 +168,7 @@ def covering_set(scenarios: Sequence[str], seed: int, backend: str = "numpy", *,
     triples = tuple(("ratio", "keys", third) for third in ("split", "scenario") if not short or backend == "cann")
     groups = [
         [i for i, cell in enumerate(legal) if (cell.ratio, cell[2:6]) == (ratio, way)]
-        for ratio, way in product(RATIOS, SYSTEMS.values())
+        for ratio, way in product(RATIOS, schemes.ENGINES.values())
     ]
     chosen = [legal[i] for i in greedy_cover(meetings(legal, triples), [group for group in groups if group])]
     count: dict[tuple[object, ...], int] = {}

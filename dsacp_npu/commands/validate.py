@@ -9,22 +9,19 @@ import argparse
 import json
 import math
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
+from dsacp_npu.commands.progress import waiting
 from dsacp_npu.validation.core import Finding
 from dsacp_npu.validation.kinds import KINDS
 from dsacp_npu.validation.reading import Dump, read_dump, setting_value
 from dsacp_npu.validation.report import Report, checks_in_order, examined
-from dsacp_npu.validation.schema import SETTINGS
+from dsacp_npu.validation.schema import SETTINGS, rope_settings
 from dsacp_ref.config import AttentionConfig, v4_flash, v4_pro
 from dsacp_ref.spec import contract_error
 
 PRESETS = {"v4-flash": v4_flash, "v4-pro": v4_pro}
 NARROWEST = 120  # columns of a table that no terminal bounds
-PATIENCE = 2.0  # seconds without a word
 
 EPILOG = """\
 names of tensors and settings, what is compared and every cause that can be named: docs/validate.md
@@ -56,8 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Read, compare, and print; 1 if something differs."""
     dump = read_dump(args.dumps, options_of(args))
-    with waiting() as progress:
-        report = examined(dump, progress)
+    with waiting("comparing with the definition"):
+        report = examined(dump)
     if not report.compared:
         lacking = sorted({name for result in report.results for name in result.missing})
         raise contract_error("dump", "hold something to compare", "nothing", f"missing: {', '.join(lacking)}")
@@ -86,43 +83,8 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
 def constants(text: str) -> dict[str, Any]:
     """What checks need of a model's constants."""
     config = PRESETS[text]() if text in PRESETS else AttentionConfig.from_json_file(text)
-    return {
-        "window_size": config.window_size,
-        "index_topk": config.index_topk,
-        "softmax_scale": 1 / math.sqrt(config.head_dim),
-        "rope_head_dim": config.rope_head_dim,
-        "rope_theta": float(config.rope_theta),
-        "compress_rope_theta": float(config.compress_rope_theta),
-        "rope_factor": float(config.rope_factor),
-        "rope_beta_fast": float(config.rope_beta_fast),
-        "rope_beta_slow": float(config.rope_beta_slow),
-        "rope_original_max_position": config.rope_original_max_position,
-    }
-
-
-@contextmanager
-def waiting() -> Iterator[Callable[[str, int], None] | None]:
-    """What tells a terminal where a long comparison is; None where nobody looks."""
-    try:
-        from rich.console import Console
-    except ImportError:
-        yield None
-        return
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    status, start = console.status("comparing"), time.monotonic()
-
-    def tell(check: str, rank: int) -> None:
-        if time.monotonic() - start > PATIENCE:
-            status.update(f"comparing: {check}, rank {rank}")
-            status.start()
-
-    try:
-        yield tell
-    finally:
-        status.stop()
+    found = {"window_size": config.window_size, "index_topk": config.index_topk}
+    return found | {"softmax_scale": 1 / math.sqrt(config.head_dim)} | rope_settings(config)
 
 
 # --- tables ---

@@ -138,7 +138,7 @@ def why_not(scheme: Scheme, kind: LayerKind) -> str | None:
 
 
 # Who does what, in the words of this house (`docs/design.md` 4). Where an engine has more than one way, the one that
-# it takes for long prefills.
+# it takes for long prefills; xLLM #1997 is vllm-ascend's way of decoding, too.
 ENGINES = {
     "xLLM #1997": ("contiguous", "full", "replicate", "all_to_all"),
     "vllm-ascend DSA-CP": ("contiguous", "full", "replicate", "gather_weight"),

@@ -74,12 +74,11 @@ class Report:
         }
 
 
-def examined(dump: Dump, progress: Callable[[str, int], None] | None = None) -> Report:
+def examined(dump: Dump) -> Report:
     """Every check on every rank.
 
     Args:
         dump: Dump, as `reading.read_dump` returns it.
-        progress: called before each comparison with the check's name and the rank.
 
     Returns:
         Report.
@@ -99,8 +98,6 @@ def examined(dump: Dump, progress: Callable[[str, int], None] | None = None) -> 
             if missing:
                 results.append(Result(check.name, rank, "skipped", missing))
                 continue
-            if progress is not None:
-                progress(check.name, rank)
             result, found, note = outcome(check, compared, views[rank])
             results.append(result)
             found_here += found

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["REFUSED", "SETTINGS", "TENSORS", "Setting", "Spelling", "Tensor", "canonical"]
+from dsacp_ref.config import AttentionConfig
+
+__all__ = ["REFUSED", "SETTINGS", "TENSORS", "Setting", "Spelling", "Tensor", "canonical", "rope_settings"]
 
 
 class Spelling(NamedTuple):
@@ -400,3 +402,23 @@ def canonical() -> dict[str, str]:
         found[entry.name] = entry.name
         found |= {spelling.word: entry.name for spelling in entry.spellings}
     return found | {second: found[first] for second, first in SECOND.items()}
+
+
+def rope_settings(config: AttentionConfig) -> dict[str, int | float]:
+    """The settings that a model's RoPE tables follow from.
+
+    Args:
+        config: AttentionConfig.
+
+    Returns:
+        dict by our names.
+    """
+    return {
+        "rope_head_dim": config.rope_head_dim,
+        "rope_theta": float(config.rope_theta),
+        "compress_rope_theta": float(config.compress_rope_theta),
+        "rope_factor": float(config.rope_factor),
+        "rope_beta_fast": float(config.rope_beta_fast),
+        "rope_beta_slow": float(config.rope_beta_slow),
+        "rope_original_max_position": config.rope_original_max_position,
+    }

@@ -177,18 +177,6 @@ def test_numbers_that_json_has_not_are_words(tmp_path: Path, capsys: pytest.Capt
     assert [finding["got"] for finding in told["findings"]] == ["nan", "-inf"]
 
 
-def test_a_terminal_is_told_where_a_long_comparison_is(
-    paths: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On stderr, and only there."""
-    monkeypatch.setattr("rich.console.Console.is_terminal", property(lambda console: console.stderr))
-    monkeypatch.setattr("dsacp_npu.commands.validate.PATIENCE", 0.0)
-    code, out, err = said(capsys, *paths)
-    assert code == 0
-    assert "comparing" in err
-    assert "comparing" not in out
-
-
 def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         command.main(["validate", "--help"])
