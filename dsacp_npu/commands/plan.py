@@ -15,7 +15,7 @@ service are cut into steps, and each step is planned.
       seconds, received (bytes), imbalance (slowest rank's own work over the mean), bound (text)
       seconds_by_part   object; it sums to seconds
       memory      weights, caches, rows, workspace, total (bytes of the largest rank)
-      layers      one object a kind: name, count, seconds (of one), flop, received, imbalance, parts (seconds)
+      layers      one object a kind: name, num_layers, seconds (of one), flop, received, imbalance, parts (seconds)
     refused       objects: topology, split, rows, key_mode, output_mode, reason
     pays_from     tokens from which splitting them beats plain TP, or null
     break_even    heads_alone, num_bytes, seconds: tokens from which gather_weight beats all_to_all; or null
@@ -225,7 +225,7 @@ def layer_words(layer: LayerCost) -> dict[str, Any]:
     """One layer of a kind."""
     return {
         "name": layer.name,
-        "count": layer.count,
+        "num_layers": layer.num_layers,
         "seconds": layer.seconds,
         "flop": int(layer.flop.max()),
         "received": layer.received,

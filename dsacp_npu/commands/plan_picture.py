@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dsacp_npu import plots
-from dsacp_npu.commands.plan_table import PARTS, shown_of
+from dsacp_npu.commands.plan_rows import PARTS, shown_of
 from dsacp_npu.planning.costs import Cost
 from dsacp_npu.planning.replay import Replay
 from dsacp_npu.planning.schemes import Scheme, engine_of
 
+if TYPE_CHECKING:
+    from dsacp_npu.commands.plan import Answer
 
-def draw_plan(path: str, answer: Any, num_ranks: int) -> None:
+
+def draw_plan(path: str, answer: Answer, num_ranks: int) -> None:
     """The time of the schemes that the table shows, part by part."""
     plan = answer.plan
     costs = [cost for cost in shown_of(plan) if plan.fits(cost)]

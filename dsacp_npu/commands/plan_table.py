@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dsacp_npu.commands.plan_rows import PARTS, shown_of, words
 from dsacp_npu.planning.choice import Plan
 from dsacp_npu.planning.costs import GB, Cost, Planner
 from dsacp_npu.planning.replay import Replay
-from dsacp_npu.planning.schemes import Scheme, engine_of
+
+if TYPE_CHECKING:
+    from dsacp_npu.commands.plan import Answer
 
 try:
     from rich.console import Console
@@ -21,14 +24,13 @@ except ImportError as error:
     raise ImportError("plan prints its tables with rich; pip install rich, or use --json") from error
 
 WIDTH = 110  # columns of a sentence
-MOST = 8  # schemes that are shown, besides those that have a name
 ASSUMED = (
     "Assumed: tokens go to all experts alike, experts lie over all ranks, nothing overlaps with an exchange, and the "
     "chip's rates hold at every size (docs/planning.md). --json has every figure's source."
 )
 
 
-def show_plan(answer: Any, num_ranks: int, precision: str, *, everything: bool) -> None:
+def show_plan(answer: Answer, num_ranks: int, precision: str, *, everything: bool) -> None:
     """A plan's schemes, the layers of the best one beside plain TP, and what follows."""
     plan: Plan = answer.plan
     console = console_of()
@@ -51,39 +53,12 @@ def show_plan(answer: Any, num_ranks: int, precision: str, *, everything: bool) 
         print(textwrap.fill(note, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
 
 
-def shown_of(plan: Plan) -> list[Cost]:
-    """The fastest few that differ, and those that have a name, in order."""
-    shown: list[Cost] = []
-    for cost in plan.costs:
-        fast = len(shown) < MOST and not (shown and alike(cost, shown[-1]))
-        if fast or engine_of(cost.scheme):
-            shown.append(cost)
-    return shown
-
-
-def alike(cost: Cost, other: Cost) -> bool:
-    """Whether two schemes differ in their split alone, and that by nothing."""
-    same_words = cost.scheme._replace(split="") == other.scheme._replace(split="")
-    return same_words and (cost.seconds, cost.memory) == (other.seconds, other.memory)
-
-
 def scheme_row(cost: Cost, plan: Plan, tp: Cost | None) -> tuple[str, ...]:
     """One scheme."""
     gain = f"{tp.seconds / cost.seconds:.2f}" if tp else "-"
     note = "" if plan.fits(cost) else f": does not fit into {plan.chip.memory:g} GB"
     numbers = (f"{cost.seconds:.3f}", gain, f"{cost.imbalance:.2f}", f"{cost.received / GB:.1f}")
     return (*numbers, f"{cost.memory.total / GB:.1f}", words(cost.scheme) + note)
-
-
-# A column of the table of layers, and the parts of a layer's time that stand in it.
-PARTS = {
-    "projections": ("query projections", "key side", "output projection"),
-    "attention": ("attention",),
-    "index": ("index scores",),
-    "experts": ("experts",),
-    "residual": ("residual",),
-    "exchange": (),
-}
 
 
 def layer_rows(cost: Cost) -> list[tuple[str, ...]]:
@@ -96,17 +71,17 @@ def layer_rows(cost: Cost) -> list[tuple[str, ...]]:
         parts[-1] = layer.exchange
         cells = [f"{1e3 * seconds:.2f}" if seconds else "-" for seconds in parts]
         amounts = (f"{layer.flop.max() / 1e12:.2f}", f"{layer.received / 1e6:.1f}", f"{layer.imbalance:.2f}")
-        rows.append((layer.name, str(layer.count), f"{1e3 * layer.seconds:.2f}", *cells, *amounts))
+        rows.append((layer.name, str(layer.num_layers), f"{1e3 * layer.seconds:.2f}", *cells, *amounts))
     by_part = cost.seconds_by_part()
     sums = [sum(by_part.get(name, 0.0) for name in names) for names in PARTS.values()]
     sums[-1] = by_part["exchange"]
-    flop = sum(layer.count * int(layer.flop.max()) for layer in cost.layers)
+    flop = sum(layer.num_layers * int(layer.flop.max()) for layer in cost.layers)
     amounts = (f"{flop / 1e12:.0f}", f"{cost.received / 1e6:.0f}", f"{cost.imbalance:.2f}")
     rows.append(("all", "", f"{1e3 * cost.seconds:.1f}", *(f"{1e3 * seconds:.1f}" for seconds in sums), *amounts))
     return rows
 
 
-def notes(answer: Any, everything: bool) -> list[str]:
+def notes(answer: Answer, everything: bool) -> list[str]:
     """What follows from the plan, in sentences."""
     plan: Plan = answer.plan
     best, lines = plan.best, []
@@ -134,13 +109,6 @@ def notes(answer: Any, everything: bool) -> list[str]:
 def told(tokens: int | None) -> str:
     """A break-even in words."""
     return f"{tokens:,}" if tokens else "no number of"
-
-
-def words(scheme: Scheme) -> str:
-    """A scheme on one line, with the engine that runs it."""
-    text = scheme.topology if scheme.cp_size == 1 else f"{scheme.topology}, {scheme.modes}"
-    engine = engine_of(scheme)
-    return f"{text} ({engine})" if engine else text
 
 
 def show_replay(replay: Replay, planner: Planner, num_ranks: int, precision: str, cut: str) -> None:

@@ -18,10 +18,12 @@ from dsacp_npu.planning.flows import Flow, expert_flows, held_rows, layer_flows
 from dsacp_npu.planning.models import BF16, FLOAT32, LayerKind, Model
 from dsacp_npu.planning.schemes import Scheme
 from dsacp_npu.planning.shares import Batch, Shares, shares_of
+from dsacp_ref.spec import check_choice
 
 __all__ = ["PRECISIONS", "Cost", "LayerCost", "Memory", "Planner", "Precision", "linear_flop"]
 
-Float64, Int64 = NDArray[np.float64], NDArray[np.int64]
+Float64 = NDArray[np.float64]
+Int64 = NDArray[np.int64]
 Work = tuple[Any, float, Any]  # operations, operations a second, bytes of memory
 LOGIT_ROWS = 1024  # queries that an indexer scores at a time, so that its scores never fill the memory
 GB = 1e9
@@ -55,7 +57,7 @@ class LayerCost(NamedTuple):
 
     Fields:
         name: str, the kind, or "experts".
-        count: int, layers of it.
+        num_layers: int, layers of it.
         parts: dict from a part's name to float64[cp_size] seconds on a rank of each share of tokens.
         limits: dict from a part's name to "compute" or "memory": what bounds it on its slowest rank.
         flop: int64[cp_size], operations of a rank.
@@ -64,7 +66,7 @@ class LayerCost(NamedTuple):
     """
 
     name: str
-    count: int
+    num_layers: int
     parts: dict[str, Float64]
     limits: dict[str, str]
     flop: Int64
@@ -130,18 +132,18 @@ class Cost:
     @property
     def seconds(self) -> float:
         """Of the whole prefill."""
-        return sum(layer.count * layer.seconds for layer in self.layers)
+        return sum(layer.num_layers * layer.seconds for layer in self.layers)
 
     @property
     def received(self) -> int:
         """Bytes of the rank that receives most, in all layers."""
-        return sum(layer.count * layer.received for layer in self.layers)
+        return sum(layer.num_layers * layer.received for layer in self.layers)
 
     @property
     def imbalance(self) -> float:
         """The slowest ranks' own work over the mean, layer by layer."""
-        slowest = sum(layer.count * float(layer.compute.max()) for layer in self.layers)
-        return slowest / sum(layer.count * float(layer.compute.mean()) for layer in self.layers)
+        slowest = sum(layer.num_layers * float(layer.compute.max()) for layer in self.layers)
+        return slowest / sum(layer.num_layers * float(layer.compute.mean()) for layer in self.layers)
 
     def seconds_by_part(self) -> dict[str, float]:
         """Seconds of every part over all layers, on the rank that is slowest in each layer; exchanges by name.
@@ -153,8 +155,8 @@ class Cost:
         for layer in self.layers:
             slowest = int(layer.compute.argmax())
             for name, seconds in layer.parts.items():
-                found[name] = found.get(name, 0.0) + layer.count * float(seconds[slowest])
-            found["exchange"] = found.get("exchange", 0.0) + layer.count * layer.exchange
+                found[name] = found.get(name, 0.0) + layer.num_layers * float(seconds[slowest])
+            found["exchange"] = found.get("exchange", 0.0) + layer.num_layers * layer.exchange
         return found
 
     def bound(self) -> str:
@@ -171,7 +173,7 @@ class Cost:
         for layer in self.layers:
             if name in layer.parts:
                 limit = layer.limits[name]
-                weigh[limit] = weigh.get(limit, 0.0) + layer.count * float(layer.parts[name].max())
+                weigh[limit] = weigh.get(limit, 0.0) + layer.num_layers * float(layer.parts[name].max())
         return f"{name} ({max(weigh, key=weigh.__getitem__)})"
 
 
@@ -215,7 +217,8 @@ class Planner:
 
     def __init__(self, model: Model, chip: Chip, precision: str = "w4a8") -> None:
         """``precision``: a name of `PRECISIONS`."""
-        self.model, self.chip, self.precision = model, chip, PRECISIONS[precision]
+        self.model, self.chip = model, chip
+        self.precision = PRECISIONS[check_choice("precision", precision, tuple(PRECISIONS))]
 
     def cost(self, batch: Batch, scheme: Scheme, known: dict[tuple[int, str], Shares] | None = None) -> Cost:
         """What a step costs.
@@ -259,7 +262,7 @@ class Planner:
             # Scores are written once and read once by the choice.
             work["index scores"] = (scores, index_rate, 2 * FLOAT32 * shares.scores(kind))
         flows = layer_flows(kind, scheme, shares, self.model.hidden, weight)
-        return self._timed(kind.name, kind.count, work, flows)
+        return self._timed(kind.name, kind.num_layers, work, flows)
 
     def _experts(self, scheme: Scheme, shares: Shares) -> LayerCost:
         """The experts behind one attention layer; dense layers count as their mean with the others."""
@@ -282,7 +285,7 @@ class Planner:
         }
         return self._timed("experts", layers, work, flows)
 
-    def _timed(self, name: str, count: int, work: dict[str, Work], flows: list[Flow]) -> LayerCost:
+    def _timed(self, name: str, num_layers: int, work: dict[str, Work], flows: list[Flow]) -> LayerCost:
         """Seconds of every part: operations over the rate, or bytes over the memory's, whichever is longer."""
         parts, limits, total = {}, {}, 0
         for part, (flop, rate, num_bytes) in work.items():
@@ -292,7 +295,7 @@ class Planner:
             limits[part] = "compute" if compute.max() >= memory.max() else "memory"
             total = total + np.asarray(flop)
         exchange = sum(flow.most / self.chip.link_rate + self.chip.latency * 1e-6 for flow in flows)
-        return LayerCost(name, count, parts, limits, np.asarray(total).astype(np.int64), flows, exchange)
+        return LayerCost(name, num_layers, parts, limits, np.asarray(total).astype(np.int64), flows, exchange)
 
     def _attention_bytes(self, kind: LayerKind, scheme: Scheme, shares: Shares) -> Int64:
         """Queries and outputs once; each gathered key from memory, or all keys once where the cache holds them."""
@@ -331,7 +334,9 @@ class Planner:
             if scheme.output_mode != "replicated_weight":
                 groups = -(-groups // scheme.cp_size)
             output = kind.output // kind.groups * groups
-            attention += kind.count * (kind.query_whole + kind.query_heads // scheme.tp_size + kind.key_side + output)
+            attention += kind.num_layers * (
+                kind.query_whole + kind.query_heads // scheme.tp_size + kind.key_side + output
+            )
         experts, matrix = model.experts, 3 * model.hidden * model.experts.width
         layers = model.num_layers - experts.dense_layers
         routed = int(layers * matrix * -(-experts.routed // ranks) * self.precision.expert_weights)
@@ -350,7 +355,7 @@ class Planner:
                     entries = length // kind.compress_ratio if kind.compress_ratio > 1 else 0
                     held = min(length, kind.window) * kind.key_bytes
                     held += entries * (kind.entry_bytes + self.precision.index_key * kind.indexed)
-                total += kind.count * held
+                total += kind.num_layers * held
         return total
 
     def _workspace(self, kind: LayerKind, scheme: Scheme, shares: Shares) -> int:

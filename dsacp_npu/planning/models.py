@@ -37,7 +37,7 @@ class LayerKind(NamedTuple):
 
     Fields:
         name: str.
-        count: int, layers of the kind.
+        num_layers: int, layers of the kind.
         compress_ratio: int, raw tokens an entry; 1 has no entries.
         indexed: bool, whether an indexer chooses.
         heads, groups: ints, of queries, and of the output projection; a share of ranks must divide both.
@@ -55,7 +55,7 @@ class LayerKind(NamedTuple):
     """
 
     name: str
-    count: int
+    num_layers: int
     compress_ratio: int
     indexed: bool
     heads: int
@@ -104,10 +104,10 @@ class Model(NamedTuple):
     @property
     def num_layers(self) -> int:
         """Layers of all kinds."""
-        return sum(kind.count for kind in self.kinds)
+        return sum(kind.num_layers for kind in self.kinds)
 
 
-def v4_kind(config: AttentionConfig, compress_ratio: int, count: int) -> LayerKind:
+def v4_kind(config: AttentionConfig, compress_ratio: int, num_layers: int) -> LayerKind:
     """A V4 layer of some ratio."""
     hidden, heads, width, lora = config.hidden_size, config.num_heads, config.head_dim, config.q_lora_rank
     indexed, pools = compress_ratio == 4, compress_ratio > 1
@@ -120,7 +120,7 @@ def v4_kind(config: AttentionConfig, compress_ratio: int, count: int) -> LayerKi
         query_whole += config.index_n_heads * (lora * config.index_head_dim + hidden)
     return LayerKind(
         name=f"ratio {compress_ratio}",
-        count=count,
+        num_layers=num_layers,
         compress_ratio=compress_ratio,
         indexed=indexed,
         heads=heads,
@@ -150,7 +150,7 @@ def v32_kind(config: MLAConfig) -> LayerKind:
     by_head = lora * (config.nope_head_dim + config.rope_head_dim) + latent * (config.nope_head_dim + config.v_head_dim)
     return LayerKind(
         name="V3.2",
-        count=config.num_hidden_layers,
+        num_layers=config.num_hidden_layers,
         compress_ratio=1,
         indexed=True,
         heads=heads,
@@ -197,7 +197,7 @@ def model_of(name: str) -> Model:
         ContractError: neither, or a file that lacks what planning needs, by its key.
         UnsupportedError: a model of another design.
 
-    >>> [(kind.name, kind.count) for kind in model_of("v4-flash").kinds]
+    >>> [(kind.name, kind.num_layers) for kind in model_of("v4-flash").kinds]
     [('ratio 1', 2), ('ratio 4', 21), ('ratio 128', 20)]
     """
     if name == "v4-flash":

@@ -7,7 +7,7 @@ by token. The runs are the definition's (`dsacp_ref.partition.rank_pieces`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -171,10 +171,11 @@ class Shares:
         """Where the rows of every request begin that the next step goes on from."""
         return self.request_ends - rows
 
-    def _of(self, kind: LayerKind, name: str, counted: object) -> Int64:
+    def _of(self, kind: LayerKind, name: str, counted: Callable[[Runs, LayerKind], int]) -> Int64:
+        """A count of every rank, made once for all schemes that share the split."""
         known = self._known.setdefault(kind, {})
         if name not in known:
-            known[name] = np.array([counted(runs, kind) for runs in self.runs], np.int64)  # type: ignore[operator]
+            known[name] = np.array([counted(runs, kind) for runs in self.runs], np.int64)
         return known[name]
 
 
@@ -219,9 +220,9 @@ def capped_entries_sum(counts: Int64, ratio: int, most: int) -> Int64:
     return entries_sum(low, ratio) + (counts - low) * most
 
 
-def between(runs: Runs, sums: object, *args: int) -> int:
+def between(runs: Runs, sums: Callable[..., Int64], *args: int) -> int:
     """The sum over the positions of all runs, from the sums up to a position."""
-    return int((sums(runs.ends, *args) - sums(runs.positions, *args)).sum())  # type: ignore[operator]
+    return int((sums(runs.ends, *args) - sums(runs.positions, *args)).sum())
 
 
 def attended(runs: Runs, kind: LayerKind) -> int:

@@ -53,7 +53,7 @@ def test_every_cost_is_that_of_telling_rank_by_rank(
 def test_the_parts_sum_to_the_whole() -> None:
     for cost in plan_of(Planner(MODEL, SLOW), batch_of([260, 9, 40], [0, 200, 3]), 4).costs:
         assert sum(cost.seconds_by_part().values()) == pytest.approx(cost.seconds, rel=1e-12)
-        assert sum(layer.count for layer in cost.layers) == 2 * CONFIG.num_hidden_layers
+        assert sum(layer.num_layers for layer in cost.layers) == 2 * CONFIG.num_hidden_layers
 
 
 def test_what_does_not_fit_is_never_chosen() -> None:

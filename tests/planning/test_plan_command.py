@@ -72,8 +72,10 @@ def test_the_answer_holds_every_scheme_with_its_costs(capsys: pytest.CaptureFixt
     assert {scheme["topology"] for scheme in schemes} == {"tp4", "cp4", "cp2 x tp2"}
     for scheme in schemes:
         assert sum(scheme["seconds_by_part"].values()) == pytest.approx(scheme["seconds"])
-        assert sum(layer["count"] * layer["seconds"] for layer in scheme["layers"]) == pytest.approx(scheme["seconds"])
-        assert sum(layer["count"] * layer["received"] for layer in scheme["layers"]) == scheme["received"]
+        assert sum(layer["num_layers"] * layer["seconds"] for layer in scheme["layers"]) == pytest.approx(
+            scheme["seconds"]
+        )
+        assert sum(layer["num_layers"] * layer["received"] for layer in scheme["layers"]) == scheme["received"]
         assert scheme["memory"]["total"] == sum(scheme["memory"][part] for part in scheme["memory"] if part != "total")
         assert scheme["imbalance"] >= 1
     assert all("round_robin" in refused["split"] and refused["reason"] for refused in found["refused"])

@@ -59,7 +59,7 @@ def test_sizes_are_those_of_the_released_models() -> None:
     totals = {}
     for name in PRESETS:
         model = model_of(name)
-        attention = sum(k.count * (k.query_whole + k.query_heads + k.key_side + k.output) for k in model.kinds)
+        attention = sum(k.num_layers * (k.query_whole + k.query_heads + k.key_side + k.output) for k in model.kinds)
         experts = model.experts
         layers = model.num_layers - experts.dense_layers
         mlp = (
