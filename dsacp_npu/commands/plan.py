@@ -90,8 +90,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     words = f"{', '.join(presets())}, or a JSON file (default: 910c, one die)"
     what.add_argument("--chip", default="910c", metavar="NAME", help=words)
     what.add_argument("--ranks", type=int, default=8, metavar="N", help="devices (default: 8)")
-    words = "w4a8: 8 bits but for the experts' weights, as V4 is released (default); w8a8; bf16"
-    what.add_argument("--precision", choices=tuple(PRECISIONS), default="w4a8", help=words)
+    words = "w4a8: 8 bits, and 4 for weights of routed experts; w8a8; bf16 (default: as released, V4 w4a8, V3.2 w8a8)"
+    what.add_argument("--precision", choices=tuple(PRECISIONS), help=words)
     shown = parser.add_argument_group("what is shown")
     shown.add_argument("--all", action="store_true", help="every scheme, and every refusal with its reason")
     shown.add_argument("--json", action="store_true", help="one JSON object with everything, instead of tables")
@@ -132,7 +132,7 @@ def batch_plan(args: argparse.Namespace, planner: Planner) -> int:
         return 0
     from dsacp_npu.commands.plan_table import show_plan
 
-    show_plan(answer, args.ranks, args.precision, everything=args.all)
+    show_plan(answer, args.ranks, everything=args.all)
     return 0
 
 
@@ -154,7 +154,7 @@ def trace_plan(args: argparse.Namespace, planner: Planner) -> int:
     from dsacp_npu.commands.plan_table import show_replay
 
     cut = f"{'each prompt alone, at most' if args.alone else 'full steps of'} {step_tokens_of(args):,}"
-    show_replay(replay, planner, args.ranks, args.precision, cut)
+    show_replay(replay, planner, args.ranks, cut)
     return 0
 
 
@@ -178,7 +178,8 @@ def batches_of(path: str, step_tokens: int, alone: bool) -> list[Batch]:
 
 def call_of(args: argparse.Namespace, planner: Planner) -> dict[str, Any]:
     """What was asked, and what the chip is taken to do."""
-    call: dict[str, Any] = {name: getattr(args, name) for name in ("model", "chip", "ranks", "precision")}
+    call: dict[str, Any] = {name: getattr(args, name) for name in ("model", "chip", "ranks")}
+    call["precision"] = planner.precision_name
     if args.trace:
         call |= {"trace": args.trace, "step_tokens": step_tokens_of(args), "alone": args.alone}
     else:

@@ -30,14 +30,14 @@ ASSUMED = (
 )
 
 
-def show_plan(answer: Answer, num_ranks: int, precision: str, *, everything: bool) -> None:
+def show_plan(answer: Answer, num_ranks: int, *, everything: bool) -> None:
     """A plan's schemes, the layers of the best one beside plain TP, and what follows."""
     plan: Plan = answer.plan
     console = console_of()
     batch, tp = plan.batch, plan.tensor_parallel
     requests = f"{len(batch.query_lens)} request{'s' * (len(batch.query_lens) > 1)}"
     console.print(
-        f"{answer.planner.model.name} on {num_ranks} x {plan.chip.name}, {precision}: {requests}, "
+        f"{answer.planner.model.name} on {num_ranks} x {plan.chip.name}, {answer.planner.precision_name}: {requests}, "
         f"{batch.num_tokens:,} new tokens, {sum(batch.computed):,} cached",
         style="bold",
     )
@@ -111,12 +111,12 @@ def told(tokens: int | None) -> str:
     return f"{tokens:,}" if tokens else "no number of"
 
 
-def show_replay(replay: Replay, planner: Planner, num_ranks: int, precision: str, cut: str) -> None:
+def show_replay(replay: Replay, planner: Planner, num_ranks: int, cut: str) -> None:
     """Every fixed scheme over the whole trace, and choosing for each step; ``cut``: how it was cut into steps."""
     console = console_of()
     console.print(
-        f"{planner.model.name} on {num_ranks} x {planner.chip.name}, {precision}: {len(replay.tokens):,} steps, "
-        f"{int(replay.tokens.sum()):,} new tokens ({cut})",
+        f"{planner.model.name} on {num_ranks} x {planner.chip.name}, {planner.precision_name}: "
+        f"{len(replay.tokens):,} steps, {int(replay.tokens.sum()):,} new tokens ({cut})",
         style="bold",
     )
     best, order = replay.best, np.argsort(replay.fixed, kind="stable")

@@ -215,10 +215,11 @@ def linear_flop(kind: LayerKind, scheme: Scheme, shares: Shares) -> Int64:
 class Planner:
     """The costs of one model on one kind of chip."""
 
-    def __init__(self, model: Model, chip: Chip, precision: str = "w4a8") -> None:
-        """``precision``: a name of `PRECISIONS`."""
+    def __init__(self, model: Model, chip: Chip, precision: str | None = None) -> None:
+        """``precision``: a name of `PRECISIONS`; None as the model is released."""
         self.model, self.chip = model, chip
-        self.precision = PRECISIONS[check_choice("precision", precision, tuple(PRECISIONS))]
+        self.precision_name = model.released_precision if precision is None else precision
+        self.precision = PRECISIONS[check_choice("precision", self.precision_name, tuple(PRECISIONS))]
 
     def cost(self, batch: Batch, scheme: Scheme, known: dict[tuple[int, str], Shares] | None = None) -> Cost:
         """What a step costs.

@@ -106,6 +106,11 @@ class Model(NamedTuple):
         """Layers of all kinds."""
         return sum(kind.num_layers for kind in self.kinds)
 
+    @property
+    def released_precision(self) -> str:
+        """How its numbers are held as released: V4 has routed experts in 4 bits, V3.2 in 8."""
+        return "w8a8" if any(kind.is_latent for kind in self.kinds) else "w4a8"
+
 
 def v4_kind(config: AttentionConfig, compress_ratio: int, num_layers: int) -> LayerKind:
     """A V4 layer of some ratio."""

@@ -108,6 +108,7 @@ def test_one_rank_and_v32_have_fewer_ways(tmp_path: Path, capsys: pytest.Capture
     assert alone["pays_from"] is None
     assert alone["break_even"] is None
     latent = answer(capsys, "--query-lens 8k --model v3.2 --ranks 8 --chip h200")
+    assert (alone["call"]["precision"], latent["call"]["precision"]) == ("w4a8", "w8a8")  # as they are released
     assert {scheme["key_mode"] for scheme in latent["schemes"] if scheme["cp_size"] > 1} == {"gather_kv"}
     assert "SGLang round-robin-split" in printed(capsys, "--query-lens 8k --model v3.2 --ranks 8 --chip h200")
 
