@@ -6,7 +6,10 @@ import os
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.slow
 def test_without_triton_there_is_help_and_a_command_that_helps() -> None:
     script = "import sys; sys.modules['triton'] = None; from dsacp_npu.__main__ import main; sys.exit(main())"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

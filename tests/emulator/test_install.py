@@ -71,6 +71,7 @@ def test_a_block_that_fails_removes_too() -> None:
     assert not present()
 
 
+@pytest.mark.slow
 def test_importing_defines_nothing() -> None:
     in_fresh_process(
         "import torch, dsacp_npu.emulator\n"
@@ -78,6 +79,7 @@ def test_importing_defines_nothing() -> None:
     )
 
 
+@pytest.mark.slow
 def test_inert_where_an_operator_exists() -> None:
     in_fresh_process(
         "import torch\n"

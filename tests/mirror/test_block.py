@@ -181,6 +181,7 @@ def ranks_beside(stack: Stack, new: list[list[int]], cut: Cut, mirror: Callable[
         done = ends
 
 
+@pytest.mark.slow
 @fewer(12)
 @given(cases=stacks_over_ranks())
 def test_block_over_ranks_mirrors(cases: list[tuple[Stack, list[list[int]], Cut]]) -> None:
@@ -188,6 +189,7 @@ def test_block_over_ranks_mirrors(cases: list[tuple[Stack, list[list[int]], Cut]
         ranks_beside(*case_of_ranks, dsacp_npu.block.block_over_ranks)
 
 
+@pytest.mark.slow
 @fewer(20)
 @given(cases=stacks_over_ranks(num_cuts=2))
 def test_block_over_ranks_in_place_mirrors(cases: list[tuple[Stack, list[list[int]], Cut]]) -> None:

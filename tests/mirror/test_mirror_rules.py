@@ -208,6 +208,7 @@ def importable() -> list[str]:
     return sorted(".".join(path.relative_to(NPU.parent).with_suffix("").parts) for path in paths)
 
 
+@pytest.mark.slow
 def test_importing_stays_light() -> None:
     """The package alone brings no torch, its twins none of what they may use later."""
     in_a_fresh_process(f"""

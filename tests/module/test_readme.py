@@ -31,6 +31,7 @@ def test_there_are_twelve() -> None:
     assert len([line for line in lines().splitlines() if line]) == 12
 
 
+@pytest.mark.slow
 def test_they_put_the_module_into_a_model(tmp_path: Path) -> None:
     import torch
     from safetensors.torch import save_file

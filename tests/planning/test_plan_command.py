@@ -84,11 +84,11 @@ def test_the_answer_holds_every_scheme_with_its_costs(capsys: pytest.CaptureFixt
 
 
 def test_the_tables_say_what_the_answer_holds(capsys: pytest.CaptureFixture[str]) -> None:
-    line = "--query-lens 128k"
+    line = "--query-lens 8k"
     found, table = answer(capsys, line), printed(capsys, line)
     text = " ".join(table.split())
     best, tp = found["schemes"][0], next(each for each in found["schemes"] if each["cp_size"] == 1)
-    assert "v4-flash on 8 x 910c, w4a8: 1 request, 131,072 new tokens, 0 cached" in text
+    assert "v4-flash on 8 x 910c, w4a8: 1 request, 8,192 new tokens, 0 cached" in text
     assert f"{best['seconds']:.3f}" in text
     assert f"{tp['seconds'] / best['seconds']:.2f}" in text
     assert f"{best['bound']}." in text
