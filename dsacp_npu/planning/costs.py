@@ -20,7 +20,17 @@ from dsacp_npu.planning.schemes import Scheme
 from dsacp_npu.planning.shares import Batch, Shares, shares_of
 from dsacp_ref.spec import check_choice
 
-__all__ = ["PRECISIONS", "Cost", "LayerCost", "Memory", "Planner", "Precision", "linear_flop"]
+__all__ = [
+    "PRECISIONS",
+    "Cost",
+    "LayerCost",
+    "Memory",
+    "Planner",
+    "Precision",
+    "key_side_flop",
+    "output_flop",
+    "query_flop",
+]
 
 Float64 = NDArray[np.float64]
 Int64 = NDArray[np.int64]
@@ -189,27 +199,17 @@ def key_rows(scheme: Scheme, shares: Shares) -> Int64:
     return shares.rows
 
 
+def key_side_flop(kind: LayerKind, scheme: Scheme, shares: Shares) -> Int64:
+    """Operations of the projections of keys and compressors."""
+    return 2 * key_rows(scheme, shares) * kind.key_side
+
+
 def output_flop(kind: LayerKind, scheme: Scheme, shares: Shares) -> Int64:
     """Operations of the output projection."""
     if scheme.output_mode == "all_to_all":
         every = np.full(scheme.cp_size, shares.rows.sum(), np.int64)
         return 2 * every * (kind.output // (scheme.tp_size * scheme.cp_size))
     return 2 * shares.rows * (kind.output // scheme.tp_size)
-
-
-def linear_flop(kind: LayerKind, scheme: Scheme, shares: Shares) -> Int64:
-    """Operations of all projections of a layer.
-
-    Args:
-        kind: LayerKind.
-        scheme: Scheme.
-        shares: Shares of its split.
-
-    Returns:
-        int64[cp_size]: on a rank of each share of tokens.
-    """
-    keys = 2 * key_rows(scheme, shares) * kind.key_side
-    return query_flop(kind, scheme, shares) + keys + output_flop(kind, scheme, shares)
 
 
 class Planner:
@@ -247,7 +247,7 @@ class Planner:
         """One attention layer."""
         weight, rate = self.precision.weights, self.chip.matmul_rate(self.precision.weights)
         queries, outputs = query_flop(kind, scheme, shares), output_flop(kind, scheme, shares)
-        keys = 2 * key_rows(scheme, shares) * kind.key_side
+        keys = key_side_flop(kind, scheme, shares)
         attention = kind.heads // scheme.tp_size * kind.key_flop * shares.keys(kind)
         scores = kind.score_flop * shares.scores(kind)
         shared_output = scheme.tp_size * (scheme.cp_size if scheme.output_mode == "all_to_all" else 1)

@@ -26,11 +26,11 @@ from dsacp_npu.commands.counted import (
 )
 from dsacp_npu.distributed import Ranks
 from dsacp_npu.partition import partition_tokens
-from dsacp_npu.planning.costs import linear_flop
+from dsacp_npu.planning.costs import key_side_flop, output_flop, query_flop
 from dsacp_npu.planning.flows import layer_flows
-from dsacp_npu.planning.models import Model, model_of, v4_kind, v32_kind
+from dsacp_npu.planning.models import LayerKind, Model, model_of, v4_kind, v32_kind
 from dsacp_npu.planning.schemes import SPLITS, Scheme, schemes_of
-from dsacp_npu.planning.shares import batch_of, shares_of
+from dsacp_npu.planning.shares import Shares, batch_of, shares_of
 from dsacp_ref.config import AttentionConfig, v4_flash, v4_pro
 from dsacp_ref.mla_config import v32
 from tests.oracles.splits import owned_tokens
@@ -167,6 +167,11 @@ def test_bytes_of_latents_are_those_of_the_real_calls(split: str, lengths: list[
 
 
 # --- operations ---
+
+
+def linear_flop(kind: LayerKind, scheme: Scheme, shares: Shares) -> Any:
+    """Operations of all projections of a layer, on a rank of each share of tokens."""
+    return sum(part(kind, scheme, shares) for part in (query_flop, key_side_flop, output_flop))
 
 
 def counted_flop(tokens: int, scheme: Scheme, cp_rank: int, config: AttentionConfig, ratio: int) -> int:
